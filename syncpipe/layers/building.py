@@ -108,7 +108,7 @@ def build_layers(
             verb, shown = "initialising", type(layer).__name__
             if isinstance(layer, LayerSpec):
                 verb, shown = "building", repr(layer)
-                make = partial(_built, layer, device, how.init_fn, owners)
+                make = partial(_built, layer, device, how.init_fn, owners, owned)
             elif device.type == "meta" or here <= stay:
                 stay |= here
                 continue
@@ -119,6 +119,9 @@ def build_layers(
             except BaseException as error:
                 annotate(error, f"while {verb} layer {index} ({name!r}: {shown}) on {device}")
                 raise
+    for module, _, name, tensor in list(chain.from_iterable(map(places_of, partitions))):
+        if id(tensor) in owned:  # also on a stage that stays on meta
+            setattr(module, name, owned[id(tensor)][1])
 
 
 def or_as_before(partitions: Sequence[nn.Module], run: Callable[[], _T]) -> _T:
@@ -165,7 +168,11 @@ def build_alone(spec: LayerSpec, device: torch.device) -> nn.Module:
 
 
 def _built(
-    spec: LayerSpec, device: torch.device, init_fn: InitFn | None, owners: dict[Any, nn.Module]
+    spec: LayerSpec,
+    device: torch.device,
+    init_fn: InitFn | None,
+    owners: dict[Any, nn.Module],
+    owned: dict[int, tuple[Tensor, Tensor]],
 ) -> nn.Module:
     """One layer, which shares what it is told to with the owner of its key."""
     layer = build_alone(spec, device)
@@ -182,6 +189,9 @@ def _built(
                 f"{type(owner).__name__} with which it is tied by the key {key!r} is {other_kind}: "
                 "they must be alike"
             )
+        if other.is_meta and not mine.is_meta:  # the owner comes later, and gets these values
+            owned[id(other)] = other, mine
+            continue
         for module, _, name, tensor in list(places_of(layer)):
             if tensor is mine:
                 setattr(module, name, other)

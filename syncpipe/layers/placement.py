@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from syncpipe.data import NoChunk, flatten
-from syncpipe.layers.conversion.inline import HOOKS
+from syncpipe.layers.conversion.inline import hooks_of
 from syncpipe.layers.conversion.sequential import Converted
 from syncpipe.layers.unpack import PipeSequential
 from syncpipe.runtime.streams import accelerators, checked_device, same_memory
@@ -55,9 +55,9 @@ def check_module(module: Any) -> None:
             f"module has parameters or buffers of its own ({', '.join(own)}) beside its layers, "
             "where no layer of a pipe can use them: move them into a layer"
         )
-    if hooks := _hooks_of(module):
+    if hooks := hooks_of(module):
         raise ValueError(
-            f"module has hooks on the nn.Sequential itself ({hooks}), which a pipe "
+            f"module has hooks on the nn.Sequential itself ({', '.join(hooks)}), which a pipe "
             "would not run: register them on the pipe, or on layers"
         )
     if module._compiled_call_impl is not None:
@@ -70,15 +70,11 @@ def check_module(module: Any) -> None:
 def check_no_hooks(partitions: Sequence[nn.Module]) -> None:
     """Refuses to make other partitions of those that have hooks, which would be gone."""
     for j, partition in enumerate(partitions):
-        if hooks := _hooks_of(partition):
+        if hooks := hooks_of(partition):
             raise ValueError(
-                f"pipe.partitions[{j}] has hooks ({hooks}), and another balance makes "
+                f"pipe.partitions[{j}] has hooks ({', '.join(hooks)}), and another balance makes "
                 "other partitions, without them: remove the hooks first, or register them on layers"
             )
-
-
-def _hooks_of(module: nn.Module) -> str:
-    return ", ".join(name for name in HOOKS if getattr(module, name))
 
 
 def check_balance(balance: Iterable[int], layers: int) -> list[int]:

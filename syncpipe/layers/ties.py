@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -104,31 +105,25 @@ def move_layers(partitions: Sequence[nn.Module], devices: Sequence[torch.device]
     now: dict[int, tuple[Tensor, Tensor]] = {}  # of what is in several places: it, and what it is
     for partition, device in zip(partitions, devices, strict=True):
         for _, module in modules_outside_pipes(partition):  # a pipe has devices of its own
-            _move(module, device, times, now)
+            held = module._parameters, module._buffers
+            own = [(name, t) for tensors in held for name, t in tensors.items() if t is not None]
+            there = [t for _, t in own if id(t) in now]
+            stay = {id(t) for t in there} | {id(t.grad) for t in there if t.is_leaf}
+            # What is there already is not touched: "cpu:1" is a worker, not a memory of its own.
+            if not all(id(t) in now or same_memory(t.device, device) for _, t in own):
+                move = partial(_to, device, stay)
+                module._apply(move, recurse=False)  # type: ignore[no-untyped-call]
+            for name, tensor in own:
+                if times[id(tensor)] > 1 or id(tensor) in now:
+                    new = getattr(module, name)
+                    now[id(new)] = now.setdefault(id(tensor), (tensor, new))
+    for module, _, name, tensor in [place for each in partitions for place in places_of(each)]:
+        if id(tensor) in now and now[id(tensor)][1] is not tensor:
+            setattr(module, name, now[id(tensor)][1])
 
 
-def _move(
-    module: nn.Module,
-    device: torch.device,
-    times: Counter[int],
-    now: dict[int, tuple[Tensor, Tensor]],
-) -> None:
-    held = module._parameters, module._buffers
-    own = [(name, t) for tensors in held for name, t in tensors.items() if t is not None]
-    there = [t for _, t in own if id(t) in now]
-    stay = {id(t) for t in there} | {id(t.grad) for t in there if t.is_leaf}
-    # What is there already is not touched: "cpu:1" is a worker, not a memory of its own.
-    if not all(id(t) in now or same_memory(t.device, device) for _, t in own):
-        module._apply(  # type: ignore[no-untyped-call]
-            lambda tensor: tensor if id(tensor) in stay else tensor.to(device), recurse=False
-        )
-    for name, tensor in own:
-        new = getattr(module, name)
-        if id(tensor) in now:
-            if new is not now[id(tensor)][1]:
-                setattr(module, name, now[id(tensor)][1])
-        elif times[id(tensor)] > 1:
-            now[id(tensor)] = now[id(new)] = tensor, new
+def _to(device: torch.device, stay: set[int], tensor: Tensor) -> Tensor:
+    return tensor if id(tensor) in stay else tensor.to(device)
 
 
 def _check(tie: Tie, partitions: Sequence[nn.Module]) -> None:

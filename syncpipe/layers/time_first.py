@@ -13,12 +13,12 @@ from typing import Any
 
 from torch import Tensor, nn
 
-__all__ = ["is_time_first", "time_first_message", "watch_time_first"]
+__all__ = ["watch_time_first"]
 
-_LAYERS = (nn.TransformerEncoderLayer, nn.TransformerDecoderLayer)
 #: Layers that leave the batch in the dimension where it is.
 _KEEP_IT = (nn.Linear, nn.Embedding, nn.LayerNorm, nn.Dropout, nn.Identity, nn.ReLU, nn.GELU,
-            nn.SiLU, nn.Tanh, nn.Sigmoid, nn.RNNBase, nn.MultiheadAttention, *_LAYERS)  # fmt: skip
+            nn.SiLU, nn.Tanh, nn.Sigmoid, nn.RNNBase, nn.MultiheadAttention,
+            nn.TransformerEncoderLayer, nn.TransformerDecoderLayer)  # fmt: skip
 
 
 def watch_time_first(modules: Iterable[tuple[str, nn.Module]], sizes: Sequence[int]) -> None:
@@ -31,12 +31,10 @@ def watch_time_first(modules: Iterable[tuple[str, nn.Module]], sizes: Sequence[i
     for name, module in modules:
         if name and "." not in name:
             certain = certain and isinstance(module, _KEEP_IT)
-        if _takes_time(module):
-            handles: list[Any] = []
+        if isinstance(module, (nn.RNNBase, nn.MultiheadAttention)) and not module.batch_first:
+            handles: list[Any] = []  # removed by the first call, so fast ways are not lost
             look = partial(_look, handles, name, sizes, certain)
-            handles.append(
-                module.register_forward_pre_hook(look)
-            )  # once, so fast ways are not lost
+            handles.append(module.register_forward_pre_hook(look))
 
 
 def _look(
@@ -52,25 +50,11 @@ def _look(
     if not isinstance(given, Tensor) or given.dim() != 3 or given.shape[0] not in sizes:
         return
     if given.shape[1] not in sizes or certain:  # or it may be transposed
-        shown = ", ".join(str(size) for size in sorted(set(sizes)) if size)
-        why = f"dimension 0 is what the pipe cuts into micro-batches (of {shown})"
-        warnings.warn(time_first_message(name, module, given, why), stacklevel=2)
-
-
-def is_time_first(module: nn.Module) -> bool:
-    """Whether a module of PyTorch's takes time in dimension 0."""
-    return _takes_time(module.self_attn if isinstance(module, _LAYERS) else module)
-
-
-def _takes_time(module: nn.Module) -> bool:
-    return isinstance(module, (nn.RNNBase, nn.MultiheadAttention)) and not module.batch_first
-
-
-def time_first_message(name: str, module: nn.Module, given: Tensor, why: str) -> str:
-    """What to say of a module that takes time in dimension 0, and is given the batch there."""
-    kind = type(module).__name__
-    return (
-        f"{name} is an nn.{kind} with batch_first=False, so it takes [time, batch, features], and "
-        f"it is given {list(given.shape)}: {why}. Make it nn.{kind}(..., batch_first=True) and "
-        "give it [batch, time, features]; or transpose before it: x.transpose(0, 1)"
-    )
+        kind, cut = type(module).__name__, ", ".join(str(n) for n in sorted(set(sizes)) if n)
+        warnings.warn(
+            f"{name} is an nn.{kind} with batch_first=False, so it takes [time, batch, features], "
+            f"and it is given {list(given.shape)}: dimension 0 is what the pipe cuts into "
+            f"micro-batches (of {cut}). Make it nn.{kind}(..., batch_first=True) and give it "
+            "[batch, time, features]; or transpose before it: x.transpose(0, 1)",
+            stacklevel=2,
+        )

@@ -482,6 +482,28 @@ def test_a_tied_weight_on_meta_stays_one_with_the_values_of_the_first(balance: A
         assert not layers[0].weight.is_meta
 
 
+@pytest.mark.parametrize("second", ["cpu", "meta"])
+@pytest.mark.parametrize("spec", [False, True])
+def test_a_tie_holds_where_the_other_layer_is_on_meta_as_yet(spec: bool, second: str) -> None:
+    tie = TiedLayerSpec("a", nn.Linear, WIDTH, WIDTH)
+    with torch.device("meta"):
+        layers = [tie if spec else tie.build(), tie.build()]
+    if not spec:
+        layers[1].weight = layers[0].weight
+    pipe = Pipe(layers, [1, 1], devices=["cpu", second])
+    assert pipe[0].weight is pipe[1].weight
+    assert not pipe[0].weight.is_meta
+
+
+def test_what_a_layer_shares_with_a_pipe_inside_stays_shared() -> None:
+    layer = nn.Module()
+    layer.own = linear()
+    layer.pipe = Pipe(nn.Sequential(layer.own), [1], devices=["cpu"])
+    pipe = Pipe([layer], [1], devices=["cpu"])
+    pipe.devices = ["meta"]
+    assert layer.pipe[0].weight is layer.own.weight
+
+
 class Embedding(nn.Module):
     """Words and places, and the words' weight under a name of its own."""
 

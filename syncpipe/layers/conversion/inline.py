@@ -10,6 +10,7 @@ that of the sample. Training and evaluation are traced each by itself.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import nullcontext
 from itertools import chain
 from typing import Any
 
@@ -20,12 +21,11 @@ from torch.nn.modules.batchnorm import _NormBase
 from syncpipe.data import described, flatten, leaf_names
 from syncpipe.layers.conversion.signature import Signature
 from syncpipe.layers.conversion.trace import Tracer, Whole, guard
-from syncpipe.layers.time_first import is_time_first, time_first_message
 from syncpipe.runtime.random_numbers import is_compiled
 from syncpipe.skip.skippable import is_skippable
 from syncpipe.state import State
 
-__all__ = ["HOOKS", "Inlined"]
+__all__ = ["HOOKS", "Inlined", "hooks_of"]
 
 #: Where ``nn.Module`` keeps hooks; those of its forward and backward come first.
 HOOKS = (
@@ -55,21 +55,17 @@ class Inlined:
         self.model, self.signature, self.tensors = model, signature, tensors
         self.name, self._objects = type(model).__name__, dict[str, Any]()
         self._paths = {module: path for path, module in model.named_modules()}
-        self._refuse_root()
         self.leaves = {
             path: Whole(path, "", reason)
             for module, path in self._paths.items()
             if path and (reason := _must_be_leaf(module))
         }
+        self._refuse_root()
         #: Where there are parameters.
         self._owners = [f"{path}." for module, path in self._paths.items() if module._parameters]
         self._refused = set[Any]()  # sizes that the model itself refuses
-        self._bar = _bar(self.name)
-        try:
+        with _bar(self.name) as self._bar:
             self._settle()
-        finally:
-            if self._bar is not None:
-                self._bar.close()
 
     def _settle(self) -> None:
         self._try()  # what is made in the first run only is made now
@@ -233,7 +229,6 @@ class Inlined:
     def _tried(self, tensors: list[Tensor], *, is_batch: bool) -> list[Whole] | None:
         """The faults that come to light with other sizes; None: the model refuses them."""
         key = tuple(tensor.shape for tensor in tensors)
-        notes: list[str] = []
         faults: list[Whole] = []
         for training in (False, True):
             base = self.runs[training]
@@ -249,20 +244,7 @@ class Inlined:
                 return faults
             if is_batch:
                 _check_outputs(self.name, base.result, other.result, tensors, self.tensors)
-                notes = list(self._time_cut(base, other)) if not faults else []
-        self.notes += notes
         return faults
-
-    def _time_cut(self, base: Tracer, other: Tracer) -> Iterator[str]:
-        """What to say of modules that take time in dimension 0 and are given the batch there."""
-        calls = ([n for n in run.nodes if n.op == "call_module"] for run in (base, other))
-        for one, two in zip(*calls, strict=True):
-            path, module = str(one.target), self.model.get_submodule(str(one.target))
-            if is_time_first(module):
-                a, b = (node.all_input_nodes[0].meta["value"] for node in (one, two))
-                if a.dim() == 3 and a.shape[0] != b.shape[0] and a.shape[1] == b.shape[1]:
-                    why = "the batch of the sample is in dimension 0"
-                    yield time_first_message(path, module, a, why)
 
     # What is said
 
@@ -302,8 +284,13 @@ class Inlined:
             )
         for mode in (True, False):
             model.train(mode)
+            theirs = {path: module.training for path, module in model.named_modules()}
+            for module in model.modules():
+                module.training = mode
+            for path in self.leaves:  # as the layers do
+                model.get_submodule(path).train(mode)
             for path, module in model.named_modules():
-                if module.training is not mode:
+                if module.training is not theirs[path]:
                     raise ValueError(
                         f"{self.name}.train({mode}) leaves {path!r} in the other mode, "
                         "which train() of its layers would not: write that into the train() of "
@@ -316,7 +303,7 @@ def _bar(name: str) -> Any:
     try:
         from tqdm import tqdm
     except ImportError:
-        return None
+        return nullcontext()
     desc = f"sequential({name})"
     return tqdm(desc=desc, total=20, unit="run", delay=2, leave=False, disable=None)
 
@@ -390,6 +377,13 @@ def _reason(pair: list[fx.Node]) -> str:
     return f"what it passes to {names[0]} depends on sizes, or differs from call to call"
 
 
+def hooks_of(module: nn.Module) -> list[str]:
+    """The kinds of hooks that others have registered on a module."""
+    hooks = {kind: getattr(module, kind, {}).values() for kind in HOOKS}
+    own = "_syncpipe_own"
+    return [kind for kind in HOOKS if not all(hasattr(hook, own) for hook in hooks[kind])]
+
+
 def _must_be_leaf(module: nn.Module) -> str:
     """Why a module is more than its forward and its children; empty if it is not."""
     kind = type(module)
@@ -401,7 +395,7 @@ def _must_be_leaf(module: nn.Module) -> str:
         "it is a ScriptModule": isinstance(module, torch.jit.ScriptModule),
         "it is a Pipe, or has skips of its own": is_skippable(module)
         or hasattr(kind, "_syncpipe_skips_are_internal"),
-        "it has hooks": any(getattr(module, name, None) for name in HOOKS),
+        "it has hooks": bool(hooks_of(module)),
         "it saves a state of its own":
             any(getattr(kind, name) is not getattr(nn.Module, name) for name in _STATE_METHODS),
         "it is compiled, or its forward was replaced":

@@ -169,21 +169,20 @@ def _written(segment: _Segment, comes: list[int], goes: list[int], layer: nn.Mod
             )
 
     def here(leaf: Any) -> Any:
-        if isinstance(leaf, fx.Node):
-            if leaf not in known:  # a parameter, a buffer or a constant
-                known[leaf] = graph.get_attr(str(leaf.target))
-                if leaf.meta["key"][0] == "object":
-                    name, value = str(leaf.target), leaf.meta["value"]
-                    if isinstance(value, Tensor):
-                        layer.register_buffer(name, value, persistent=False)
-                    else:
-                        layer.__dict__[name] = value
-            return known[leaf]
-        if leaf is DEVICE:
+        if not isinstance(leaf, fx.Node):
+            return leaf
+        if leaf.target == DEVICE:
             given = next((n for n in known if isinstance(n.meta["value"], Tensor)), None)
             if given is not None:
                 return graph.call_function(getattr, (known[given], "device"))
-        return leaf
+        if leaf not in known:  # a parameter, a buffer or a constant
+            name, value = str(leaf.target), leaf.meta["value"]
+            known[leaf] = graph.get_attr(name)
+            if isinstance(value, Tensor) and leaf.meta["key"][0] == "object":
+                layer.register_buffer(name, value, persistent=False)
+            elif leaf.meta["key"][0] == "object":
+                layer.__dict__[name] = value
+        return known[leaf]
 
     before: fx.Node | None = None  # whether gradients were on, while they are off
     for node in segment.nodes:
@@ -404,10 +403,21 @@ def index_keys(state_dict: dict[str, Any], prefix: str, module: nn.Module) -> No
 class ModelNames(nn.Module):
     """A module whose children are layers; where these were converted, it has the model's names."""
 
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        # The first one, so hooks of users see the model's names.
+        self._register_state_dict_hook(_with_model_names)  # type: ignore[no-untyped-call]
+
     def _layer(self, name: str) -> ConvertedLayer | None:
         """The converted layer in which something of this name is."""
         layer = self._modules.get(name.partition(".")[0])
         return layer if isinstance(layer, ConvertedLayer) else None
+
+    def _in_order(self, named: dict[str, Any], of_state: bool) -> dict[str, Any]:
+        """Things by name, in the order of the model."""
+        layer = next(filter(None, map(self._layer, self._modules)), None)
+        order = [] if layer is None else filter(named.__contains__, layer._names[of_state])
+        return {name: named[name] for name in dict.fromkeys([*order, *named])}
 
     def named_modules(
         self, memo: set[nn.Module] | None = None, prefix: str = "", remove_duplicate: bool = True
@@ -427,26 +437,11 @@ class ModelNames(nn.Module):
         recurse: bool = True,
         remove_duplicate: bool = True,
     ) -> Iterator[tuple[str, Any]]:
-        layer = next(filter(None, map(self._layer, self._modules)), None)
-        if layer is None or not recurse:
-            yield from super()._named_members(members, prefix, recurse, remove_duplicate)
-            return
-        named = dict(super()._named_members(members, "", True, False))
-        seen: set[Any] = set()
-        for name in dict.fromkeys([*filter(named.__contains__, layer._names[0]), *named]):
-            if not (remove_duplicate and named[name] in seen):
-                yield f"{prefix}.{name}" if prefix else name, named[name]
-            seen.add(named[name])
-
-    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """As of any module; the keys are those of the model, in its order."""
-        handle = self._register_state_dict_hook(_with_model_names)  # type: ignore[no-untyped-call]
-        hooks: Any = self._state_dict_hooks
-        hooks.move_to_end(handle.id, last=False)  # before those of users
-        try:
-            return super().state_dict(*args, **kwargs)
-        finally:
-            handle.remove()
+        named, seen = dict(super()._named_members(members, "", recurse, False)), set[Any]()
+        for name, value in self._in_order(named, of_state=False).items():
+            if not (remove_duplicate and value in seen):
+                yield f"{prefix}.{name}" if prefix else name, value
+            seen.add(value)
 
     def _load_from_state_dict(self, state_dict: Any, prefix: str, *args: Any) -> None:
         index_keys(state_dict, prefix, self)
@@ -455,9 +450,6 @@ class ModelNames(nn.Module):
 
 def _with_model_names(module: ModelNames, state_dict: Any, prefix: str, _: Any) -> None:
     """Renames what the layers have saved, and sorts it as in the model."""
-    layer = next(filter(None, map(module._layer, module._modules)), None)
-    if layer is None:
-        return
     for own in (state_dict, getattr(state_dict, "_metadata", {})):
         named = {}
         for key in [key for key in own if key.startswith(prefix)]:
@@ -466,5 +458,7 @@ def _with_model_names(module: ModelNames, state_dict: Any, prefix: str, _: Any) 
                 named[name] = value
             elif "." in name:  # a layer itself is nobody's in the model
                 named[name.partition(".")[2]] = value
-        for name in dict.fromkeys([*filter(named.__contains__, layer._names[1]), *named]):
-            own[prefix + name] = named[name]
+        own.update((prefix + k, v) for k, v in module._in_order(named, of_state=True).items())
+
+
+_with_model_names._syncpipe_own = True  # type: ignore[attr-defined]

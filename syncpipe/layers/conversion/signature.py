@@ -106,22 +106,42 @@ class Signature:
 
     def call(self, tensors: Iterable[Tensor]) -> _Arguments:
         """The arguments of the sample, with copies of these tensors: models write into them."""
-        return self._with(t.detach().clone().requires_grad_(t.requires_grad) for t in tensors)
+        copies = (t.detach().clone().requires_grad_(t.requires_grad) for t in tensors)
+        return self.arguments(copies)
 
-    def _with(self, tensors: Iterable[Any]) -> _Arguments:
-        """The arguments of the sample, with these tensors."""
-        rest = iter(tensors)
+    def arguments(self, values: Iterable[Any]) -> _Arguments:
+        """The arguments of the sample, with these values in the place of its tensors."""
+        rest = iter(values)
         leaves = [next(rest) if leaf is Tensor else leaf for leaf in self._sample.values()]
         bound = inspect.BoundArguments(self.parameters, unflatten(leaves, self._structure))
         return bound.args, bound.kwargs
 
-    def packed(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """The tensors of a call as one input: a tensor, or a dict by the names of the sample.
+    def given(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
+        """The tensors (or ``NoChunk``) among arguments, the rest of which is as in the sample."""
+        found = _named(self._bound(args, kwargs))
+        for name in {**self._sample, **found}:
+            then, now = self._sample.get(name, ...), found.get(name, ...)
+            if not (equal(then, now) or (then is Tensor and _is_tensor(now))):
+                raise ValueError(
+                    f"{self.name} was converted with a sample in which {name} is {_shown(then)}, "
+                    f"and here it is {_shown(now)}, for which the model may do something else: "
+                    "call it as in the sample, or convert the model with a sample like this call"
+                )
+        return [leaf for leaf in found.values() if _is_tensor(leaf)]
+
+    def given_as_one(self, input: Any) -> list[Any]:
+        """Likewise of one input: a tuple is positional arguments, a mapping goes by keyword."""
+        if isinstance(input, Mapping):
+            return list(input.values()) if [*input] == self.names else self.given((), dict(input))
+        return self.given(tuple(input) if isinstance(input, (tuple, list)) else (input,), {})
+
+    def packed(self, values: list[Any]) -> Any:
+        """Values of a call as one input: a tensor, or a dict by the names of the sample.
 
         Tensors that are not cut are in ``NoChunk``.
         """
-        tensors = self._checked(args, kwargs)
-        marked = zip(self.names, tensors, self.is_cut, strict=True)
+        self._check(values, whole=True)
+        marked = zip(self.names, values, self.is_cut, strict=True)
         cut = {name: t for name, t, is_cut in marked if is_cut and isinstance(t, Tensor)}
         if len(set(map(len, cut.values()))) > 1:
             lines = "".join(f"\n  {name}: {described(tensor)}" for name, tensor in cut.items())
@@ -132,53 +152,34 @@ class Signature:
                 "syncpipe.NoChunk(tensor)."
             )
         if self._alone and cut:
-            return tensors[0]
+            return values[0]
         return {
-            name: tensor if name in cut or isinstance(tensor, NoChunk) else NoChunk(tensor)
-            for name, tensor in zip(self.names, tensors, strict=True)
+            name: value if name in cut or isinstance(value, NoChunk) else NoChunk(value)
+            for name, value in zip(self.names, values, strict=True)
         }
 
-    def arguments(self, input: Any) -> _Arguments:
-        """An input of ``train_batch`` as arguments: a tuple is positional, a dict by keyword."""
-        if isinstance(input, Mapping):
-            return self._with(input.values()) if list(input) == self.names else ((), dict(input))
-        return (tuple(input), {}) if isinstance(input, (tuple, list)) else ((input,), {})
-
     def tensors(self, input: Any) -> list[Tensor]:
-        """The tensors of an input, in the order of the sample."""
-        if self._alone and isinstance(input, Tensor):
-            self._check(0, input)
-            return [input]
-        return list(map(_bare, self._checked(*self.arguments(input))))
+        """The tensors of what the first layer gets, in the order of the sample."""
+        values = self.given_as_one(input)
+        self._check(values, whole=False)
+        return list(map(_bare, values))
 
-    def _checked(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
-        """The tensors among arguments, which have to be like the sample."""
-        found = _named(self._bound(args, kwargs))
-        for name in {**self._sample, **found}:
-            then, now = self._sample.get(name, ...), found.get(name, ...)
-            if not (equal(then, now) or (then is Tensor and _is_tensor(now))):
+    def _check(self, values: list[Any], *, whole: bool) -> None:
+        """Refuses other sizes and kinds; ``whole`` is a mini-batch that may yet be cut."""
+        for k, tensor in enumerate(map(_bare, values)):
+            free = self.free | ({(k, 0)} if whole and self.is_cut[k] else set())
+            sizes = ["any" if (k, d) in free else str(n) for d, n in enumerate(self._shapes[k])]
+            kind, pairs = _kind(tensor), zip(tensor.shape, sizes, strict=False)
+            if (
+                tensor.dim() != len(sizes)
+                or kind != self._kinds[k]
+                or any(size not in ("any", str(n)) for n, size in pairs)
+            ):
                 raise ValueError(
-                    f"{self.name} was converted with a sample in which {name} is {_shown(then)}, "
-                    f"and here it is {_shown(now)}, for which the model may do something else: "
-                    "call it as in the sample, or convert the model with a sample like this call"
+                    f"{self.names[k]} is {described(tensor)}, but {self.name} was converted for "
+                    f"{self._kinds[k]}[{', '.join(sizes)}] (what the model does depends on these "
+                    "sizes): give it that, or convert the model with a sample like this call"
                 )
-        tensors = [leaf for leaf in found.values() if _is_tensor(leaf)]
-        for k, leaf in enumerate(tensors):
-            self._check(k, _bare(leaf))
-        return tensors
-
-    def _check(self, k: int, tensor: Tensor) -> None:
-        sizes = [
-            "any" if (k, d) in self.free else str(size) for d, size in enumerate(self._shapes[k])
-        ]
-        fits = tensor.dim() == len(sizes) and _kind(tensor) == self._kinds[k]
-        if fits and all(b in ("any", str(a)) for a, b in zip(tensor.shape, sizes, strict=True)):
-            return
-        raise ValueError(
-            f"{self.names[k]} is {described(tensor)}, but {self.name} was converted for "
-            f"{self._kinds[k]}[{', '.join(sizes)}] (what the model does depends on these sizes): "
-            "give it that, or convert the model with a sample like this call"
-        )
 
 
 def _named(arguments: dict[str, Any]) -> dict[str, Any]:
@@ -217,7 +218,7 @@ def call_input(layers: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any])
     """What the first layer gets where the layers are called with these arguments."""
     signature = _signature(layers)
     if signature is not None:
-        return signature.packed(args, kwargs)
+        return signature.packed(signature.given(args, kwargs))
     if getattr(layers, "_unpack", False) and bool(kwargs) != bool(args) and len(args) != 1:
         return args or kwargs  # as the layers take them
     return _one(*args, **kwargs)
@@ -226,13 +227,15 @@ def call_input(layers: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any])
 def batch_input(layers: nn.Module, input: Any) -> Any:
     """What the first layer gets for ``train_batch(input)``: a tuple or a dict is arguments."""
     signature = _signature(layers)
-    return input if signature is None else signature.packed(*signature.arguments(input))
+    return input if signature is None else signature.packed(signature.given_as_one(input))
 
 
 def call_arguments(layers: nn.Module, input: Any) -> _Arguments:
     """How layers are called themselves with what is an input for ``train_batch``."""
     signature = _signature(layers)
-    return ((input,), {}) if signature is None else signature.arguments(input)
+    if signature is None:
+        return (input,), {}
+    return signature.arguments(signature.given_as_one(input))
 
 
 def model_signature(layers: nn.Module) -> inspect.Signature | None:

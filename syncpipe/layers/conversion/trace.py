@@ -34,14 +34,7 @@ from torch.overrides import TorchFunctionMode
 from syncpipe.data import flatten, tensors_in, unflatten
 from syncpipe.runtime.interrupts import forkable
 
-__all__ = [
-    "DEVICE",
-    "Function",
-    "Tracer",
-    "Whole",
-    "equal",
-    "guard",
-]  # fmt: skip
+__all__ = ["DEVICE", "Function", "Tracer", "Whole", "equal", "guard"]
 
 #: Tracing puts functions in the place of others, for all threads: one trace at a time.
 _tracing_lock = forkable()
@@ -60,6 +53,8 @@ _READS = frozenset({"tolist", "numpy", "__array__", "untyped_storage", "storage"
                     "__complex__", "__delete__", "backward", "register_hook"})  # fmt: skip
 _PLAIN = (int, float, complex, str, bytes, bool, type(None), type(Ellipsis), torch.dtype,
           torch.layout, torch.memory_format, torch.device)  # fmt: skip
+#: The name of the device where a layer is; it becomes that of a tensor that the layer is given.
+DEVICE = "_device"
 #: What a trace begins and ends with.
 _ENDS = ("placeholder", "output")
 _PLAIN_TREES = (tuple, list, torch.Size, dict, slice)
@@ -78,15 +73,6 @@ class Whole(NamedTuple):
     path: str
     line: str
     reason: str
-
-
-class _Device:
-    def __repr__(self) -> str:
-        return "self._device"
-
-
-#: The device where a layer is; it becomes that of a tensor, where the layer is given one.
-DEVICE: Any = _Device()
 
 
 class Function:
@@ -271,6 +257,7 @@ class Tracer(TorchFunctionMode):
         self._mode, self._drawn = _mode(self._device), random.getstate()
         for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
             self._place("get_attr", name, key=("attribute", name), value=tensor)
+        self._where = self._place("get_attr", DEVICE, key=("attribute", DEVICE))
 
     def run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Self:
         """Runs the model; tensors in the arguments are its inputs, in order."""
@@ -403,13 +390,10 @@ class Tracer(TorchFunctionMode):
             trains = any(p.requires_grad for p in encoder.layers[0].parameters())
             given = (src, padding, check, trains)
             x, padding = self._perform("call_function", _NESTED, _nested, given, {})
-            norm, encoder.norm = encoder.norm, None  # comes when it is padded again
-            try:
-                x = forward(encoder, x, None, padding, is_causal)
-            finally:
-                encoder.norm = norm
+            for layer in encoder.layers:
+                x = layer(x, is_causal=bool(is_causal), src_key_padding_mask=padding)
             x = self._perform("call_function", _PADDED, _padded, (x, tuple(src.shape)), {})
-            return x if norm is None else norm(x)
+            return x if encoder.norm is None else encoder.norm(x)
 
         return traced
 
@@ -578,7 +562,7 @@ class Tracer(TorchFunctionMode):
             return leaf.node
         if isinstance(leaf, torch.device):
             same = leaf.type == self._device.type and leaf.index in (None, self._device.index)
-            return DEVICE if same else leaf
+            return self._where if same else leaf
         if isinstance(leaf, _PLAIN) and not isinstance(leaf, enum.Enum):
             return float(leaf) if isinstance(leaf, float) else leaf  # NumPy's are floats, too
         if id(leaf) in self._nodes:

@@ -159,6 +159,8 @@ def test_a_size_that_the_model_decides_by_must_be_the_samples(only_in):
     assert len(caught) == 1
     with pytest.raises(ValueError, match=r"x is float32\[2, 4\]"):
         layers(torch.rand(2, 4))
+    pipe = Pipe(layers, [len(layers)], devices=["cpu:0"], chunks=2)  # as the warning says
+    assert pipe(torch.rand(6, 4)).shape == (6, 4)
 
 
 BESIDE = Path(torch.__file__).parent.with_name("torchvision") / "models.py"

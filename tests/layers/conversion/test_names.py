@@ -85,6 +85,19 @@ def test_hooks_of_a_state_dict_see_and_change_the_models_names():
     assert found == seen[1:]
 
 
+def test_a_state_dict_may_be_made_while_another_one_is() -> None:
+    model, pipe = both()
+    others: list[list[str]] = []
+
+    def hook(module: nn.Module, *_: object) -> None:
+        if not others:
+            others.append([])
+            others.append(list(module.state_dict()))
+
+    pipe.register_state_dict_post_hook(hook)
+    assert list(pipe.state_dict()) == others[1] == list(model.state_dict())
+
+
 def test_what_does_not_fit_is_said_by_the_models_names():
     model, pipe = both()
     state = model.state_dict()

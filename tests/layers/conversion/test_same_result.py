@@ -83,6 +83,18 @@ def test_a_call_of_a_class_itself_is_made_once(verify: bool) -> None:
     assert torch.equal(sequential(model, x, verify=verify)(x), model(x))
 
 
+def test_a_module_that_stays_in_evaluation_by_itself_does() -> None:
+    class Stays(nn.Dropout):
+        def train(self, mode: bool = True) -> Any:
+            return super().train(False)
+
+    layers, x = (
+        sequential(nn.Sequential(nn.Linear(4, 4), Stays()), torch.rand(3, 4)),
+        torch.ones(3, 4),
+    )
+    assert torch.equal(layers.train()(x), layers.eval()(x))
+
+
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors", "ignore:.*nested_tensor")
 @pytest.mark.parametrize("name", CASES)
 def test_outputs_gradients_buffers_and_names(name):
