@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import math
 import operator
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from types import FunctionType
 from typing import Any
@@ -79,24 +80,20 @@ class DeviceSpec:
         return self.double
 
 
-_FIGURES = """
-V100-16GB  125.0  15.7   900   16  NVIDIA V100 data sheet, January 2020
-A100-40GB  312.0  19.5  1555   40  NVIDIA A100 data sheet, June 2021
-A100-80GB  312.0  19.5  2039   80  NVIDIA A100 data sheet, June 2021
-H100       989.4  66.9  3350   80  NVIDIA H100 architecture white paper, 2023
-H200       989.4  66.9  4800  141  NVIDIA H200 data sheet, 2024
-RTX4090    165.2  82.6  1008   24  NVIDIA Ada architecture white paper, 2023
-"""  # TFLOP/s of matrix products in 16 bits and in float32, GB/s and GB of memory
 #: By name. All are NVIDIA's SXM modules, but the RTX 4090; where a sheet has only figures with
 #: sparsity, which are twice those without, it is half of them. No estimate was compared with a
 #: measurement on any of them.
-DEVICES: dict[str, DeviceSpec] = {}
-for _line in _FIGURES.strip().splitlines():
-    _name, _half, _single, _speed, _size, _source = _line.split(maxsplit=5)
-    DEVICES[_name] = DeviceSpec(
-        _name, float(_half) * 1e12, float(_single) * 1e12, float(_speed) * 1e9, float(_size) * 1e9,
-        source=_source,
-    )  # fmt: skip
+DEVICES: dict[str, DeviceSpec] = {
+    name: DeviceSpec(name, half * 1e12, single * 1e12, speed * 1e9, size * 1e9, source=source)
+    for name, half, single, speed, size, source in (
+        ("V100-16GB", 125.0, 15.7, 900, 16, "NVIDIA V100 data sheet, January 2020"),
+        ("A100-40GB", 312.0, 19.5, 1555, 40, "NVIDIA A100 data sheet, June 2021"),
+        ("A100-80GB", 312.0, 19.5, 2039, 80, "NVIDIA A100 data sheet, June 2021"),
+        ("H100", 989.4, 66.9, 3350, 80, "NVIDIA H100 architecture white paper, 2023"),
+        ("H200", 989.4, 66.9, 4800, 141, "NVIDIA H200 data sheet, 2024"),
+        ("RTX4090", 165.2, 82.6, 1008, 24, "NVIDIA Ada architecture white paper, 2023"),
+    )  # TFLOP/s of matrix products in 16 bits and in float32, GB/s and GB of memory
+}
 
 
 def device_spec(on: str | DeviceSpec) -> DeviceSpec:
@@ -117,22 +114,28 @@ def device_spec(on: str | DeviceSpec) -> DeviceSpec:
 
 
 class Roofline(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Adds up the seconds that all operators would take on a device, forward and backward."""
+    """Adds up the seconds that all operators would take on a device, forward and backward; where
+    that need not be exact, without those of which it is unknown.
+    """
 
-    def __init__(self, device: DeviceSpec, efficiency: float) -> None:
+    def __init__(self, device: DeviceSpec, efficiency: float, *, exact: bool = True) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._device, self._efficiency = device, efficiency
+        self._device, self._efficiency, self._exact = device, efficiency, exact
         self.seconds = 0.0
         self.watch = (lambda: self.seconds), operator.sub
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        result = func(*args, **kwargs)
+        result = func(*args, **(kwargs or {}))
+        with nullcontext() if self._exact else suppress(Exception):
+            self.seconds += self._took(func, args, kwargs or {}, result)
+        return result
+
+    def _took(self, func: Any, args: Any, kwargs: Any, result: Any) -> float:
         packet = func._overloadpacket
         aliases = [found.alias_info for found in func._schema.returns]
         view = any(alias is not None and not alias.is_write for alias in aliases)
         if view or packet in _FREE:
-            return result
+            return 0.0
         given = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
         made = [x for x in tree_leaves(result) if isinstance(x, Tensor)]
         moved = sum(map(_bytes, given + made))
@@ -141,8 +144,7 @@ class Roofline(TorchDispatchMode):  # type: ignore[no-untyped-call]
             flops = count(*args, **kwargs, out_val=result)
             dtype = next((x.dtype for x in given if x.is_floating_point()), torch.float32)
             seconds = max(seconds, flops / (self._device.peak(dtype) * self._efficiency))
-        self.seconds += seconds
-        return result
+        return seconds
 
 
 def _bytes(tensor: Tensor) -> int:

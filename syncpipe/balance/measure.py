@@ -16,14 +16,13 @@ import math
 import operator
 import os
 import statistics
-import sys
 import time as clock
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from importlib.util import find_spec
-from itertools import chain, pairwise
+from itertools import accumulate, chain, pairwise
 from typing import Any
 
 import torch
@@ -71,6 +70,11 @@ LEAST, MOST, PATIENCE = 3, 200, 5
 AGREE, TINY, AGAIN = 1.2, 2e-5, 12
 #: More samples take so many times longer than in proportion, at most.
 OUT = 4
+#: By what factor a layer takes longer than its operators would on some CPU, or some GPU, is at most
+#: so many times what it is for the layer in the middle.
+FAR = 1000
+CPU = DeviceSpec("a CPU", half=1e11, single=1e11, bandwidth=1e10, double=1e11)
+GPU = DeviceSpec("a GPU", half=1e14, single=2e13, bandwidth=1e12, double=1e13)
 #: Seconds that it takes to count an operator.
 COUNTING = 1.5e-6
 #: Bytes of layers that are measured together: several times the caches of processors and GPUs,
@@ -236,14 +240,14 @@ def _cut(sample: Any, samples: int, size: int, device: torch.device | None) -> A
 
 
 def _bar(progress: bool | None, layers: int) -> AbstractContextManager[Any]:
-    if progress is None and not (sys.stderr.isatty() and find_spec("tqdm")):
-        progress = False
-    if progress is False:
+    if not (find_spec("tqdm") if progress is None else progress):
         return nullcontext()
     from tqdm import tqdm
 
-    options = {"desc": "profile", "unit": "layer", "leave": False}
-    bar: AbstractContextManager[Any] = tqdm(total=layers, delay=progress is None, **options)
+    options: dict[str, Any] = {"desc": "profile", "unit": "layer", "leave": False}
+    if progress is None:
+        options |= {"disable": None, "delay": 1.0}  # where a terminal watches
+    bar: AbstractContextManager[Any] = tqdm(total=layers, **options)
     return bar
 
 
@@ -281,6 +285,7 @@ class _Visit:
     forward: list[float] = field(default_factory=list)  # seconds, for each round
     backward: list[float] = field(default_factory=list)
     to_inputs: list[float] = field(default_factory=list)  # backward without parameters
+    likely: float = 0.0  # seconds of both that are to be expected; 0 if unknown
     _marks: list[Any] = field(default_factory=list)
     _graph: tuple[list[Tensor], list[Tensor]] = ([], [])
 
@@ -342,6 +347,13 @@ class _Visit:
             return 0.0
         whole = min(self.backward)
         return min(1.0, max(0.0, 1 - min(self.to_inputs) / whole)) if whole else None
+
+    @property
+    def rate(self) -> list[float]:
+        """By what factor it took longer than is likely; empty if that is unknown."""
+        if not self.likely:
+            return []
+        return [(min(self.forward) + min(self.backward)) / self.likely]
 
     def python(self, until: float) -> float:
         """Seconds of Python in one forward of the layer, by the best of some runs.
@@ -460,8 +472,10 @@ class _Profiler:
         self._memory = {size: Stored() for size in self._sizes}
         self._found_skips: list[SkipProfile] = []
         self._counted: set[int] = set()  # parameters and buffers
-        #: Seconds of all layers at the largest size, forward and backward: the least, the median.
-        self._rounds: list[tuple[float, float]] = []
+        #: Of all layers at the largest size: seconds that are plausible, of these the likely ones,
+        #: and the median of the rounds.
+        self._rounds: list[tuple[float, float, float]] = []
+        self._rates: list[float] = []
 
     def run(self, progress: bool | None, threads: int | None = None) -> Profile:
         """Measures, and puts random states and settings back."""
@@ -506,7 +520,9 @@ class _Profiler:
         made = Profile(layers, tuple(self._found_skips), given, source="sizes")
         if not self._timed:
             return made
-        least, median = (math.fsum(times) for times in zip(*self._rounds, strict=True))
+        most = FAR * _middle(self._rates)
+        least = math.fsum(min(x, most * y) if y else x for x, y, _ in self._rounds)
+        median = math.fsum(time for *_, time in self._rounds)
         spread = max(0.0, median / least - 1) if least else 0.0
         return replace(made, source="measured", spread=spread, load_average=os.getloadavg()[0])
 
@@ -542,10 +558,15 @@ class _Profiler:
         Returns the most bytes that were alive at once, or None where torch.compile hides them.
         """
         layer = visit.layer
-        live = None if compiled(layer) else Live()
+        live: Live | None = None
+        likely: Roofline | None = None
+        if not compiled(layer):
+            live = Live()
+            if self._timed and self._roofline is None:
+                likely = Roofline(CPU if visit.device.type == "cpu" else GPU, 1.0, exact=False)
         inputs, leaves = visit.fresh()
         copies = tensors_in(inputs)
-        with live or nullcontext():
+        with live or nullcontext(), likely or nullcontext():
             if live is not None:
                 live.watch(copies)
             (output, store), saved = saving(lambda: visit.forth((inputs, leaves)))
@@ -567,8 +588,10 @@ class _Profiler:
             live.only(saved())
         del output, store, going_on
         # Where nothing is timed, it need not be able to go back.
-        with nullcontext() if self._timed else suppress(Exception), live or nullcontext():
+        unsure = nullcontext() if self._timed else suppress(Exception)
+        with unsure, live or nullcontext(), likely or nullcontext():
             visit.back()
+        visit.likely = max(likely.seconds, GPU.launch) if likely else 0.0
         return None if live is None else max(peak, live.most)
 
     def _own_bytes(self, layer: nn.Module, made: nn.Module) -> dict[str, int]:
@@ -597,16 +620,19 @@ class _Profiler:
                 found[k]["interpreter"] = visits[0].python(begin + share * (k + 1) / 4)
             self._rotate(window, begin + share * len(window))
         for numbers, visits in zip(found, window, strict=True):
+            plausible = median = 0.0
             for what in ("forward", "backward"):
                 times = [getattr(visit, what) for visit in visits]
-                least = [min(row, default=0.0) for row in times]
-                for k in reversed(range(len(least) - 1)):
-                    least[k] = min(least[k], least[k + 1])  # fewer samples never take longer
+                found_least = [min(row, default=0.0) for row in reversed(times)]
+                least = [*accumulate(found_least, min)][::-1]  # fewer samples never take longer
                 numbers[what] = dict(zip(self._sizes, least, strict=True))
                 if self._timed:  # what fewer samples took says how little these may have taken
                     most = [OUT * self._sizes[-1] / n * x + TINY for n, x in numbers[what].items()]
-                    self._rounds.append((min(least[-1], *most), statistics.median(times[-1])))
+                    plausible += min(least[-1], *most)
+                    median += statistics.median(times[-1])
             if self._timed:
+                self._rounds.append((plausible, visits[-1].likely, median))
+                self._rates += visits[-1].rate
                 numbers["weight_share"] = visits[-1].weight_share()
 
     def _rotate(self, window: list[list[_Visit]], until: float) -> None:
@@ -626,9 +652,12 @@ class _Profiler:
             _round(lanes[-1], weights=False)
 
     def _agree(self, window: list[list[_Visit]]) -> bool:
-        """Whether another round comes near each least time, and more samples take neither less time
-        nor much more than in proportion.
+        """Whether another round comes near each least time, more samples take neither less time nor
+        much more than in proportion, and no layer much more than others for what it does.
         """
+        rates = [rate for visits in window for rate in visits[-1].rate]
+        if max(rates, default=0.0) > FAR * _middle([*self._rates, *rates]):
+            return False
         for visits in window:
             for what in ("forward", "backward"):
                 rows = [sorted(getattr(visit, what))[:2] for visit in visits]
@@ -640,6 +669,11 @@ class _Profiler:
                     if a > max(AGREE * b, b + TINY) or b > OUT * many / few * a + TINY:
                         return False
         return True
+
+
+def _middle(rates: list[float]) -> float:
+    """The median; infinite where it is unknown."""
+    return (statistics.median(rates) if rates else 0.0) or math.inf
 
 
 def _window(device: torch.device) -> float:

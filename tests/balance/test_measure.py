@@ -186,6 +186,36 @@ def test_more_samples_that_take_a_thousand_times_as_long_leave_a_spread(
     assert profile(nn.Sequential(Do(odd)), torch.rand(8, 2), timeout=0.0).spread == spread
 
 
+@pytest.mark.parametrize(
+    ("slow", "rounds", "took", "spread"),
+    [
+        (lambda k: 500, measuring.LEAST, 500, 0),
+        (lambda k: 10**6, measuring.LEAST + measuring.AGAIN, 10**6, pytest.approx(992, abs=10)),
+        (lambda k: 10**6 if k < 12 else 1, 8, 1, pytest.approx(250000, rel=0.01)),
+    ],
+    ids=["it may be so", "in all rounds", "at first"],
+)
+def test_a_layer_a_thousand_times_as_slow_as_others_for_what_it_does_is_measured_again(
+    slow: Callable[[int], float], rounds: int, took: float, spread: Any, clock: Clock,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    """Where it stays so, or was so in most rounds, that leaves a spread."""
+    seen: list[int] = []
+
+    def odd(x: Tensor) -> None:
+        clock.now += slow(len(seen))
+        seen.append(1)
+
+    def usual(x: Tensor) -> None:
+        clock.now += 1
+
+    monkeypatch.setattr(measuring, "PATIENCE", 1e9)
+    layers = [Do(usual), Do(usual), Do(odd), Do(usual)]
+    found = profile(nn.Sequential(*layers), torch.rand(8, 2), sizes=[8], timeout=1e-9)
+    assert len(seen) // 2 == pytest.approx(rounds, abs=2)  # and one back to inputs for each
+    assert (found.layers[2].forward, found.spread) == ({8: took}, spread)
+
+
 # --- the weight half of backward, and the interpreter -------------------------------------------
 
 
