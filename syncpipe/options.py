@@ -19,7 +19,7 @@ from syncpipe.schedules.schedule import Devices, Schedule
 from syncpipe.schedules.stream import VERSIONS
 
 
-def _counted(value: Any, given: str, what: str) -> int:
+def counted(value: Any, given: str, what: str) -> int:
     """A number of things as an int, at least one."""
     try:
         count = operator.index(value)
@@ -34,7 +34,7 @@ def _counted(value: Any, given: str, what: str) -> int:
 
 def checked_chunks(chunks: Any) -> int:
     """The number of micro-batches as an int."""
-    return _counted(chunks, f"chunks={chunks!r}", "the number of micro-batches")
+    return counted(chunks, f"chunks={chunks!r}", "the number of micro-batches")
 
 
 def check_stream(data_iter: Any, steps: Any, versions: Any) -> int | None:
@@ -46,7 +46,7 @@ def check_stream(data_iter: Any, steps: Any, versions: Any) -> int | None:
         )
     if versions not in VERSIONS:
         raise ValueError(f"versions={versions!r}: must be one of {', '.join(map(repr, VERSIONS))}")
-    return None if steps is None else _counted(steps, f"steps={steps!r}", "mini-batches")
+    return None if steps is None else counted(steps, f"steps={steps!r}", "mini-batches")
 
 
 # --- schedule ------------------------------------------------------------------------------------
@@ -94,8 +94,8 @@ def checked_replicas(replicas: Any) -> ReplicasLike:
     """A number for all stages, or one for each."""
     given, what = f"replicas={replicas!r}", "the number of devices of a stage, or of each, [2, 1],"
     if isinstance(replicas, Iterable) and not isinstance(replicas, str | bytes):
-        return tuple(_counted(count, given, what) for count in replicas)
-    return _counted(replicas, given, what)
+        return tuple(counted(count, given, what) for count in replicas)
+    return counted(replicas, given, what)
 
 
 def counts_of(replicas: ReplicasLike, partitions: int) -> list[int]:

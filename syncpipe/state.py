@@ -82,11 +82,12 @@ def _held(key: tuple[str, int], call: Callable[..., _T], *args: Any) -> _T:
         return call(*args)
 
 
-def unchanged(module: nn.Module, run: Callable[[], _T]) -> _T:
+def unchanged(module: nn.Module, run: Callable[[], _T], *, gradients: bool = False) -> _T:
     """Calls a function that runs a module, and puts back what that changed, but for parameters.
 
     Of these only the weights of embeddings that shorten their rows as they go (``max_norm``) are
-    put back; objects of the user's that hang on the module are not.
+    put back, and if asked for ``gradients``, of which none are there meanwhile; objects of the
+    user's that hang on the module are not.
     """
     renormed = {
         id(part.weight)
@@ -96,7 +97,10 @@ def unchanged(module: nn.Module, run: Callable[[], _T]) -> _T:
     leave = [p for p in module.parameters() if id(p) not in renormed]
     own = [*module.parameters(), *module.buffers()]
     devices = {tensor.device for tensor in own if not tensor.is_meta}
-    return State({"": module}, leave, objects=False).restored(run, devices)
+    state = State({"": module}, leave, objects=False)
+    for leaf in leave if gradients else ():
+        state.add_gradient(leaf)
+    return state.restored(run, devices)
 
 
 class State:
@@ -230,6 +234,10 @@ class State:
                 if size > 1 and not stride:  # expanded: all of it is one place in memory
                     data = data.narrow(dim, 0, 1)
         self._keep(kind, name, lambda: data.to("cpu", copy=True), data.copy_, same_bits)
+        self.add_gradient(tensor)
+
+    def add_gradient(self, tensor: Tensor) -> None:
+        """The gradient of a tensor, and what runs when there is one."""
         if tensor.is_leaf and (tensor.is_floating_point() or tensor.is_complex()):
             for own in ("requires_grad", "grad"):
                 self._undo.append(partial(setattr, tensor, own, getattr(tensor, own)))

@@ -12,7 +12,6 @@ the smallest bound that no stage has to exceed. Among the cuts within it a dynam
 from __future__ import annotations
 
 import math
-import operator
 import re
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterable, Sequence
@@ -28,6 +27,7 @@ from torch.utils._pytree import tree_leaves
 from syncpipe.balance.measure import profile, samples_in
 from syncpipe.layers.building import on_meta
 from syncpipe.layers.listing import Layers, as_sequential, type_name
+from syncpipe.options import checked_chunks, counted
 
 __all__ = [
     "balance_by_parameters",
@@ -91,7 +91,7 @@ def balance_by_size(
     input: Any,
     *,
     chunks: int = 1,
-    param_scale: float = _GRADIENT_AND_ITSELF,
+    param_scale: float | None = None,
     device: torch.device | str | int | None = None,
     optimizer: MakeOptimizer | None = None,
     progress: bool | None = None,
@@ -105,8 +105,8 @@ def balance_by_size(
         partitions: number of stages.
         input: a mini-batch of the size to train with.
         chunks: into how many micro-batches it will be cut.
-        param_scale: bytes for each byte of a parameter that is trained. 2 stands for itself and
-            its gradient; SGD with momentum needs 3, Adam 4.
+        param_scale: bytes for each byte of a parameter that is trained. By default 2, for itself
+            and its gradient; SGD with momentum needs 3, Adam 4.
         optimizer: measure ``param_scale``: as for :func:`param_scale_of`.
         module, device, progress: see :func:`syncpipe.balance.profile`.
 
@@ -114,22 +114,33 @@ def balance_by_size(
         TypeError, ValueError: as :func:`syncpipe.balance.profile`, :func:`balance_cost` and
             :func:`param_scale_of`; or both ``param_scale`` and ``optimizer`` are given.
     """
-    module = _checked(partitions, module)
-    if isinstance(chunks, bool) or not isinstance(chunks, int) or chunks < 1:
-        raise ValueError(f"chunks={chunks!r}: a mini-batch is cut into at least 1 micro-batch")
-    if not (isinstance(param_scale, Real) and 0 <= param_scale < math.inf):
-        raise ValueError(f"param_scale={param_scale!r}: it must be a number, 0 or more")
-    if optimizer is not None and param_scale != _GRADIENT_AND_ITSELF:
-        raise ValueError(
-            f"param_scale={param_scale} and optimizer are both given, and the optimizer says "
-            "what the scale is: leave one of them out"
-        )
-    scale = param_scale if optimizer is None else param_scale_of(optimizer)
+    module, chunks = _checked(partitions, module), checked_chunks(chunks)
+    scale = scale_of(param_scale, optimizer, _GRADIENT_AND_ITSELF)
     size = -(-samples_in(input) // chunks)
     found = profile(module, input, sizes=[size], device=device, time=False, progress=progress)
     # What the layers before one keep already takes no memory again.
     cost = [x.memory(scale) + x.stored_bytes[size] - x.shared_bytes[size] for x in found.layers]
     return balance_cost(cost, partitions)
+
+
+def scale_of(param_scale: float | None, optimizer: MakeOptimizer | None, usual: float) -> float:
+    """Bytes for each byte of a parameter that is trained: as it is given, or of an optimizer, or as
+    usual.
+    """
+    if optimizer is not None:
+        if param_scale is not None:
+            raise ValueError(
+                f"param_scale={param_scale} and optimizer are both given, and both say what a "
+                "parameter takes: leave one of them out"
+            )
+        return param_scale_of(optimizer)
+    scale = usual if param_scale is None else param_scale
+    if isinstance(scale, bool) or not (isinstance(scale, Real) and 1 <= scale < math.inf):
+        raise ValueError(
+            f"param_scale={scale!r}: must be a number, at least 1, for a parameter takes its own "
+            "bytes; 2 with its gradient, 4 with Adam"
+        )
+    return float(scale)
 
 
 def param_scale_of(optimizer: MakeOptimizer) -> float:
@@ -265,10 +276,7 @@ def balance_cost(cost: Iterable[float], partitions: int) -> list[int]:
     Raises:
         TypeError, ValueError: there are fewer layers than stages, or a cost is no such number.
     """
-    whole = hasattr(partitions, "__index__") and not isinstance(partitions, bool)
-    n = operator.index(partitions) if whole else -1
-    if n < 1:
-        raise ValueError(f"partitions={partitions!r}: must be a whole number, at least 1")
+    n = counted(partitions, f"partitions={partitions!r}", "the number of stages")
     costs = list(map(float, cost))
     for index, number in enumerate(costs):
         if not 0 <= number < math.inf:

@@ -17,7 +17,9 @@ from pathlib import Path
 from statistics import linear_regression
 from typing import Any, TypeVar
 
-__all__ = ["LayerProfile", "Profile", "SkipProfile", "in_bytes", "interpolate"]
+from syncpipe.words import columns, count, in_bytes
+
+__all__ = ["LayerProfile", "Profile", "SkipProfile", "interpolate"]
 
 #: A number for each size of the micro-batch, in samples.
 BySize = Mapping[int, float]
@@ -28,7 +30,6 @@ _SOURCES = ("measured", "estimated", "sizes", "")
 _VERSION = 2
 #: What an entry of a plain list has beside its name.
 _ENTRY = ("forward_ms", "backward_ms", "activation_bytes", "parameter_bytes", "stored_bytes")
-_UNITS = ("B", "kB", "MB", "GB", "TB")
 #: Seconds or bytes; more is a mistake, and sums of it would not be finite.
 _MOST = 1e30
 
@@ -260,7 +261,7 @@ class Profile:
     def table(self) -> str:
         """Return a line for each layer, for the largest micro-batch that was measured."""
         n, layers = self.sizes[-1], self.layers
-        of = "one mini-batch" if self.whole else f"{n} sample{'s' * (n != 1)}"
+        of = "one mini-batch" if self.whole else count(n, "sample")
         counted = self.source in ("estimated", "sizes")
         where = f", {self.how}" if counted else f" on {self.device}" if self.device else ""
         stored = sum(x.stored_bytes[n] - x.shared_bytes.get(n, 0) for x in layers)
@@ -275,13 +276,9 @@ class Profile:
             )
             parameters = in_bytes(sum(x.parameter_bytes for x in some))
             rows.append((name, forward, backward, output, in_bytes(kept), parameters))
-        width = max(len(row[0]) for row in rows)
-        text = [f"{of}{where}"]
-        text += [name.ljust(width) + "".join(f"{x:>13}" for x in cells) for name, *cells in rows]
-        for skip in self.skips:
-            ends = f"{layers[skip.stash].name} to {layers[skip.pop].name}"
-            text.append(f"skip {skip.name}: {ends}, {in_bytes(skip.bytes[n])}")
-        return "\n".join(text)
+        ends = [(skip, layers[skip.stash].name, layers[skip.pop].name) for skip in self.skips]
+        skips = (f"skip {s.name}: {a} to {b}, {in_bytes(s.bytes[n])}" for s, a, b in ends)
+        return "\n".join([of + where, *columns(rows), *skips])
 
     def __str__(self) -> str:
         return self.table()
@@ -306,17 +303,6 @@ def interpolate(numbers: BySize, samples: float) -> float:
     slope = linear_regression(sizes, [numbers[size] for size in sizes]).slope
     least = min(1.0, samples / nearest) * numbers[nearest]
     return max(least, numbers[nearest] + max(0.0, slope) * (samples - nearest))
-
-
-def in_bytes(number: float, *, up: bool = False) -> str:
-    """A size in a unit that fits: 12 B, 3.4 kB, 56.0 MB, 789 GB, powers of 1000; rounded ``up``."""
-    unit = 0
-    while abs(number) >= 999.5 and unit < len(_UNITS) - 1:
-        number, unit = number / 1000, unit + 1
-    digits = 0 if unit == 0 or abs(number) >= 99.5 else 1
-    if up:
-        number = math.ceil(number * 10**digits) / 10**digits
-    return f"{number:.{digits}f} {_UNITS[unit]}"
 
 
 def _by_size(kind: type) -> list[str]:

@@ -17,12 +17,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from syncpipe.balance import DEVICES, EFFICIENCY, Profile, estimated
+from syncpipe.balance import DEVICES, Profile
 from syncpipe.commands.arguments import file_to_write, whole_number
 from syncpipe.layers.conversion.sequential import sequential
 from syncpipe.planner import NoPlan, plan
 from syncpipe.planner.machine import machine_of
-from syncpipe.planner.planning import measured_for
+from syncpipe.planner.planning import layers_of
 from syncpipe.planner.search import ANY, TITLES
 
 #: Arguments that go to the plan as they are.
@@ -40,7 +40,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     words = "JSON with what the layers cost: read if there is no model, else written"
     add("--profile", type=file_to_write(), metavar="FILE", help=words)
     words = 'such as "4 x 24GB, 12GB/s", or those of this machine: cuda:0,cuda:1, or their number'
-    add("--devices", type=_devices, required=True, metavar="DEVICES", help=words)
+    add("--devices", required=True, metavar="DEVICES", help=words)
     add("--batch-size", type=count, required=True, metavar="N")
     add("--memory", metavar="SIZE", help="of each device, such as 20GB")
     add("--bandwidth", metavar="SPEED", help="between devices, such as 12GB/s")
@@ -132,11 +132,10 @@ def _measured(args: argparse.Namespace) -> Profile:
             sample = sample.to(next((p.device for p in module.parameters()), sample.device))
         if not isinstance(module, nn.Sequential | list):
             module = sequential(module, sample, verify=args.on is None)
-        if args.on is None:
-            found = measured_for(args.devices, module, sample, timeout=args.timeout)
-        else:
-            part = EFFICIENCY if args.efficiency is None else args.efficiency
-            found = estimated(module, sample, on=args.on, efficiency=part)
+        found = layers_of(
+            module, sample, devices=args.devices, timeout=args.timeout, on=args.on,
+            efficiency=args.efficiency,
+        )  # fmt: skip
     except Exception as error:
         if args.sample is None and not isinstance(error, TypeError | ValueError):
             raise
@@ -179,14 +178,3 @@ def _sample(text: str) -> tuple[list[int], torch.dtype]:
             f"{text!r} is no shape such as 64x3x224x224 or 8x128:int64, the samples first"
         )
     return sizes, dtype
-
-
-def _devices(text: str) -> Any:
-    """A number or a description stays one; names of devices of this machine are a list."""
-    if text.strip().isdecimal():
-        return int(text)
-    names = [name.strip() for name in text.split(",")]
-    try:
-        return [int(name) if name.isdecimal() else torch.device(name) for name in names]
-    except RuntimeError:
-        return text

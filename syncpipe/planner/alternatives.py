@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
 from itertools import pairwise
+from typing import Any
 
 from syncpipe.balance import balance_cost
-from syncpipe.balance.profile import in_bytes
 from syncpipe.planner.draft import Draft, Form, Terms
 from syncpipe.planner.search import TITLES, search, shared, variants
-from syncpipe.planner.words import count, duration, listed
 from syncpipe.schedules import gpipe
+from syncpipe.words import count, duration, in_bytes
 
 __all__ = ["Alternative", "alternatives_of", "other_schedules"]
+
+_NO_PIPE = "no pipe at all"
+_COPIES = "torch.nn.parallel.DistributedDataParallel, a process for each device"
+_COPIES_OF_PIPES = "DistributedDataParallel around pipes"
 
 
 @dataclass(frozen=True)
@@ -25,13 +29,24 @@ class Alternative:
         name: what it is.
         time: seconds for one mini-batch; None if it does not fit.
         note: how it would be done, and why it does not fit.
-        pipeline: whether a pipe can run it.
+        instead: what to use for it in place of a pipe; empty if a pipe can run it.
+        draft: the pipeline that was looked at, one of several copies maybe; None if there is none.
     """
 
     name: str
     time: float | None
     note: str = ""
-    pipeline: bool = True
+    instead: str = ""
+    draft: Draft | None = field(default=None, repr=False)
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return numbers and strings, for JSON: seconds, and bytes on the fullest device."""
+        found: dict[str, Any] = {"name": self.name, "pipeline": not self.instead}
+        found |= {"fits": self.time is not None, "time": self.time, "note": self.note}
+        if (draft := self.draft) is not None:
+            found |= {"schedule": draft.schedule, "memory": max(draft.on_device)}
+            found |= {"balance": list(draft.balance), "chunks": draft.chunks}
+        return found
 
 
 def alternatives_of(terms: Terms, chosen: Draft) -> tuple[Alternative, ...]:
@@ -56,17 +71,25 @@ def other_schedules(terms: Terms, chosen: Draft) -> tuple[Alternative, ...]:
     return tuple(found)
 
 
-def _of(terms: Terms, name: str, draft: Draft, pipeline: bool = True) -> Alternative:
+def _of(terms: Terms, name: str, draft: Draft, instead: str = "") -> Alternative:
     """What a draft takes, or which device is too small for it."""
     machine, note = terms.machine, f"{in_bytes(max(draft.on_device))} at most"
     for d, (needs, limit) in enumerate(zip(draft.on_device, machine.memory, strict=False)):
         if needs > limit and draft.excess > 1:
-            note = f"{machine.name(d)} would need {in_bytes(needs, up=True)}"
+            note = f"{machine.names[d]} would need {in_bytes(needs, up=True)}"
             break
-    note += f"; balance={listed(draft.balance)}, chunks={draft.chunks}"
+    note += f"; balance={_listed(draft.balance)}, chunks={draft.chunks}"
     recomputed = draft.modes.count("recompute")
     note += f", recomputes {count(recomputed, 'stage')}" * bool(recomputed)
-    return Alternative(name, draft.time if draft.excess <= 1 else None, note, pipeline)
+    return Alternative(name, draft.time if draft.excess <= 1 else None, note, instead, draft)
+
+
+def _listed(balance: Sequence[int]) -> str:
+    """A balance, the middle of a long one left out."""
+    if len(balance) <= 16:
+        return str(list(balance))
+    first, last = (", ".join(map(str, part)) for part in (balance[:8], balance[-4:]))
+    return f"[{first}, .., {last}]"
 
 
 def _other_cuts(terms: Terms, chosen: Draft) -> Iterator[Alternative]:
@@ -91,8 +114,9 @@ def _one_device(terms: Terms) -> Alternative:
     kinds = {kind: d for d, kind in enumerate(zip(machine.memory, machine.speed, strict=True))}
     for d in kinds.values():
         alone = terms.on(machine.ordered([d]))
-        found += [_of(alone, "one device", draft, False) for draft in search(alone)[:1]]
-    none = Alternative("one device", None, f"{in_bytes(max(machine.memory))} is too little", False)
+        found += [_of(alone, "one device", draft, _NO_PIPE) for draft in search(alone)[:1]]
+    note = f"{in_bytes(max(machine.memory))} is too little"
+    none = Alternative("one device", None, note, _NO_PIPE)
     return min(found, key=lambda one: one.time or 0.0, default=none)
 
 
@@ -128,5 +152,6 @@ def _data_parallel(terms: Terms) -> list[Alternative]:
             average = 2 * (d - 1) / d * largest / machine.bandwidth[0][1]
             time = best.time + average
             note = f"{duration(average)} of it to average gradients, not overlapped"
-        found.append(Alternative(name, time, note, False))
+        instead = _COPIES if n == 1 else _COPIES_OF_PIPES
+        found.append(Alternative(name, time, note, instead, best))
     return sorted(found, key=lambda one: math.inf if one.time is None else one.time)[:2]

@@ -9,8 +9,7 @@ from __future__ import annotations
 
 import gc
 import inspect
-from collections.abc import Callable, Iterator
-from functools import partial
+from collections.abc import Callable
 from itertools import chain
 from typing import Any
 
@@ -20,29 +19,27 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from syncpipe.balance import param_scale_of
 from syncpipe.balance.measure import samples_in
-from syncpipe.balance.profile import in_bytes
+from syncpipe.balance.profile import Profile
 from syncpipe.checkpoints import reader
 from syncpipe.data import NoChunk, flatten, storage_of, tensors_in, unflatten
 from syncpipe.layers.conversion.sequential import sequential
 from syncpipe.layers.conversion.signature import call_input
 from syncpipe.layers.placement import check_devices, default_devices
 from syncpipe.layers.ties import move_layers
+from syncpipe.options import counted
 from syncpipe.planner.machine import RESERVE, machine_of, places_of, real_devices
-from syncpipe.planner.planning import NoPlan, Plan, count_of, plan
-from syncpipe.planner.words import count
-from syncpipe.runtime.interrupts import undone
+from syncpipe.planner.page import limited_by
+from syncpipe.planner.planning import NoPlan, Plan, layers_of, plan, speeds_of
 from syncpipe.state import unchanged
+from syncpipe.words import count, in_bytes
 
 __all__ = ["auto"]
 
 #: A plan that did not fit is followed by one for so much of the memory and twice as many
 #: micro-batches, where there can be more, so many times at most.
 _LESS, _TRIES = 0.95, 8
-#: The interpreter is what limits a plan that it takes this part of, at least.
-_TIGHT = 0.9
 _CPU_WORKERS = 2
 _CHOSEN = {"balance", "chunks", "checkpoint", "replicas", "schedule", "slots"}
-_call: Callable[[Any], Any] = partial.__call__
 
 
 def auto(
@@ -77,7 +74,7 @@ def auto(
             )
     if target is not None and loss_fn is None:
         raise ValueError("target= is for loss_fn(output, target): give a loss_fn, too")
-    batch_size = count_of("batch_size", batch_size)
+    batch_size = counted(batch_size, f"batch_size={batch_size!r}", "the samples in a mini-batch")
     if any(tensor.is_meta for tensor in tensors_in((sample, sample_kwargs))):
         raise ValueError(
             "the sample is on meta, and Pipe.auto runs the model with it: give one that has values "
@@ -89,39 +86,33 @@ def auto(
             "syncpipe.checkpoints.load(pipe, ...)"
         )
     scale = param_scale_of(optimizer)
-    room = Room(devices, memory, model)
-    layers = _layers(model, sample, sample_kwargs, len(room.devices))
+    devices, limits = _room(devices, memory, model)
+    layers = _layers(model, sample, sample_kwargs, len(devices))
     input = call_input(layers, sample, sample_kwargs)
     samples_in(input)  # refuses what has no batch
     if weights is not None:
         init_fn = reader(layers, weights, init_fn=init_fn)
     homes = list(map(_home, layers))
-    options: dict[str, Any] = {
-        "devices": room.devices, "batch_size": batch_size, "param_scale": scale, "progress": False
-    }  # fmt: skip
     # BatchNorm has no variance of one sample.
     least = 1 + any(isinstance(module, _BatchNorm) for module in layers.modules())
     counts = [m for m in range(1, batch_size // least + 1) if batch_size % m == 0] or [1]
-    if least > 1:
-        options["chunks"] = counts
-    found, failed = None, ""
+    chunks, failed = counts if least > 1 else None, ""
+    rows = max(1, -(-batch_size // len(devices)))
+    profile, speed = _measured(layers, input, rows, devices, limits, timeout)
     for attempt in range(_TRIES):
-        options["memory"] = [limit * _LESS**attempt for limit in room.limits]
         try:
-            if found is None:
-                found = _measured_plan(layers, input, timeout, options)
-            else:
-                speeds = dict(zip(found.machine.names, found.machine.speed, strict=True))
-                options["speed"] = [speeds[str(place)] for place in room.places]
-                options["chunks"] = [m for m in counts if m >= 2 * found.chunks] or counts[-1:]
-                found = plan(found.profile, **options)
+            found = plan(
+                profile, devices=devices, memory=[x * _LESS**attempt for x in limits], speed=speed,
+                batch_size=batch_size, chunks=chunks, param_scale=scale,
+            )  # fmt: skip
         except NoPlan as error:
             if attempt:
                 error.add_note(f"A plan for more memory did not fit when it was run: {failed}")
             raise
+        chunks = [m for m in counts if m >= 2 * found.chunks] or counts[-1:]
         try:
             pipe = make(layers, **found.options(), devices=found.devices, init_fn=init_fn)
-            used = _tried(pipe, input, target, loss_fn, batch_size, scale, room)
+            used = _tried(pipe, input, target, loss_fn, batch_size, scale)
         except BaseException as error:
             pipe, failed = None, str(error).partition("\n")[0]
             move_layers(list(layers), homes)
@@ -129,7 +120,7 @@ def auto(
                 raise
         else:
             if verbose:
-                print(_report(found, room, used))
+                print(_report(found, used, _LESS**attempt))
             return pipe
         gc.collect()  # what the failed step has left
     raise NoPlan(f"no plan fits, also none for {_LESS ** (_TRIES - 1):.0%} of the memory: {failed}")
@@ -164,32 +155,21 @@ def _home(layer: nn.Module) -> torch.device:
     return next((tensor.device for tensor in own), torch.device("cpu"))
 
 
-class Room:
-    """Where a pipe may be, and how much memory it may take there.
-
-    Attributes:
-        devices: as a pipe takes them, those with the most memory first: layers are measured there.
-        places: the device of each.
-        limits: bytes for each that a plan may use.
-        others: for each accelerator the bytes that this process has there beside the model.
+def _room(devices: Any, memory: Any, model: nn.Module) -> tuple[list[Any], list[float]]:
+    """Where a pipe may be, as it takes devices, those with the most memory first, as layers are
+    measured there; and bytes for each that a plan may use.
     """
-
-    def __init__(self, devices: Any, memory: Any, model: nn.Module) -> None:
-        if devices is None:
-            devices = default_devices(_CPU_WORKERS)
-        devices = real_devices(devices) or check_devices(devices)
-        limits = machine_of(devices, memory=memory, bandwidth=1.0, host_bandwidth=1.0).memory
+    if devices is None:
+        devices = default_devices(_CPU_WORKERS)
+    devices = real_devices(devices) or check_devices(devices)
+    limits = machine_of(devices, memory=memory, bandwidth=1.0, host_bandwidth=1.0).memory
+    if memory is None:  # what the model takes now will be free
         places = places_of(devices)
         own = {place: _bytes_on(model, place) for place in places if place.type != "cpu"}
-        self.others = {p: torch.accelerator.memory_allocated(p) - n for p, n in own.items()}
-        if memory is None:  # what the model takes now will be free
-            limits = tuple(
-                limit + (1 - RESERVE) * own.get(place, 0) / places.count(place)
-                for limit, place in zip(limits, places, strict=True)
-            )
-        order = sorted(range(len(devices)), key=lambda d: -limits[d])
-        self.devices, self.places = [devices[d] for d in order], [places[d] for d in order]
-        self.limits = [limits[d] for d in order]
+        more = [(1 - RESERVE) * own.get(place, 0) / places.count(place) for place in places]
+        limits = tuple(map(sum, zip(limits, more, strict=True)))
+    order = sorted(range(len(devices)), key=lambda d: -limits[d])
+    return [devices[d] for d in order], [limits[d] for d in order]
 
 
 def _bytes_on(model: Any, place: torch.device) -> int:
@@ -199,23 +179,29 @@ def _bytes_on(model: Any, place: torch.device) -> int:
     return sum(tensor.untyped_storage().nbytes() for tensor in there.values())
 
 
-def _measured_plan(
-    layers: nn.Sequential, input: Any, timeout: float, options: dict[str, Any]
-) -> Plan:
-    """A plan by what the layers take with as many samples as fit when they are measured."""
-    rows = max(1, -(-options["batch_size"] // len(options["devices"])))
+def _measured(
+    layers: nn.Sequential,
+    input: Any,
+    rows: int,
+    devices: list[Any],
+    limits: list[float],
+    timeout: float,
+) -> tuple[Profile, tuple[float, ...]]:
+    """What the layers take with so many samples, or as many as fit when they are measured; and how
+    fast the devices are.
+    """
     while True:
         try:
-            found: Plan = plan(layers, _resized(input, rows), timeout=timeout, **options)
-            return found
+            sample = _resized(input, rows)
+            found = layers_of(layers, sample, devices=devices, timeout=timeout, progress=False)
+            return found, speeds_of(layers, sample, devices, timeout)
         except torch.OutOfMemoryError as error:
             if rows == 1:
                 notes = "; ".join(getattr(error, "__notes__", ()))
                 raise NoPlan(
-                    f"one layer is larger than any device: to measure it on {options['devices'][0]}"
-                    f", with one sample, takes more than its {in_bytes(options['memory'][0])} "
-                    f"({notes or error}). Give the model smaller layers, or a device with more "
-                    "memory"
+                    f"one layer is larger than any device: to measure it on {devices[0]}, with one "
+                    f"sample, takes more than its {in_bytes(limits[0])} ({notes or error}). Give "
+                    "the model smaller layers, or a device with more memory"
                 ) from None
         rows = -(-rows // 4)
 
@@ -250,17 +236,19 @@ def _tried(
     loss_fn: Callable[..., Any] | None,
     batch_size: int,
     scale: float,
-    room: Room,
-) -> dict[torch.device, int]:
+) -> dict[str, int]:
     """Trains a step beside as much memory as the optimizer takes; all is then as it was before.
     Returns the bytes that were used at most, of each accelerator.
     """
-    for place in room.others:
+    places = [place for place in dict.fromkeys(pipe.devices) if place.type != "cpu"]
+    before = {}
+    for place in places:
         torch.accelerator.synchronize(place)
         torch.accelerator.reset_peak_memory_stats(place)
+        before[place] = torch.accelerator.memory_allocated(place) - _bytes_on(pipe, place)
     batch = _resized(input, batch_size, pipe.devices[0])
     goal = None if target is None else _resized(target, batch_size)
-    trained = [p for p in pipe.parameters() if p.requires_grad and p.device in room.others]
+    trained = [p for p in pipe.parameters() if p.requires_grad and p.device in before]
 
     def taken(part: float) -> list[Tensor]:
         """So many bytes for each byte of a parameter, beside it."""
@@ -274,31 +262,14 @@ def _tried(
         pipe.train_batch(batch, goal, loss_fn=loss_fn or _mean, verify=False)
         taken(1)  # of the optimizer, for a moment
 
-    def alone() -> None:
-        for parameter in pipe.parameters():
-            parameter.grad = None
-            if hooks := getattr(parameter, "_post_accumulate_grad_hooks", None):
-                hooks.clear()  # the step of an optimizer, say
-        unchanged(pipe, step)
-
-    undone(alone, _undo(list(pipe.parameters())))
-    for place in room.others:
+    unchanged(pipe, step, gradients=True)
+    for place in places:
         torch.accelerator.synchronize(place)
-    peaks = {p: torch.accelerator.max_memory_allocated(p) - n for p, n in room.others.items()}
+    peaks = {str(p): torch.accelerator.max_memory_allocated(p) - n for p, n in before.items()}
     del state
-    if room.others:
+    if places:
         torch.accelerator.empty_cache()  # of blocks of sizes that no training asks for
     return peaks
-
-
-def _undo(parameters: list[nn.Parameter]) -> Iterator[Any]:
-    """What puts gradients and their hooks back, with each step one thing."""
-    calls: list[Callable[[], Any]] = []
-    for parameter in parameters:
-        calls.append(partial(setattr, parameter, "grad", parameter.grad))
-        if hooks := getattr(parameter, "_post_accumulate_grad_hooks", None):
-            calls.append(partial(type(hooks).update, hooks, dict(hooks)))
-    return map(_call, calls)
 
 
 def _mean(output: Any) -> Tensor:
@@ -316,21 +287,17 @@ def _is_out_of_memory(error: BaseException) -> bool:
     return isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in str(error)
 
 
-# What is printed
-
-
-def _report(found: Plan, room: Room, used: dict[torch.device, int]) -> str:
-    """Three lines: does it fit, how fast is it, what limits it."""
-    limits, taken = dict.fromkeys(map(str, room.places), 0.0), dict[str, float]()
-    for place, limit in zip(room.places, room.limits, strict=True):
-        limits[str(place)] += limit
-    for d, planned in enumerate(found.chosen.on_device):
-        name = found.machine.name(d)
-        taken[name] = taken.get(name, 0.0) + planned
-    taken |= {str(place): size for place, size in used.items() if str(place) in taken}
+def _report(found: Plan, used: dict[str, int], part: float) -> str:
+    """Three lines: does a plan for this part of the memory fit, how fast is it, what limits it."""
+    limits, taken = dict[str, float](), dict[str, float]()
+    machine, planned = found.machine, found.chosen.on_device
+    for d, (name, limit) in enumerate(zip(machine.names, machine.memory, strict=True)):
+        limits[name] = limits.get(name, 0.0) + limit / part
+        if d < len(planned):
+            taken[name] = taken.get(name, 0.0) + planned[d]
     memory = ", ".join(
         f"{name} {in_bytes(size)} and {in_bytes(limits[name] - size)} left"
-        for name, size in taken.items()
+        for name, size in (taken | {x: used[x] for x in taken if x in used}).items()
     )
     shape = f"{count(len(found.balance), 'stage')}, {count(found.chunks, 'micro-batch', 'es')}"
     alone = next((one for one in found.alternatives if one.name == "one device"), None)
@@ -340,29 +307,5 @@ def _report(found: Plan, room: Room, used: dict[torch.device, int]) -> str:
         if alone.time is not None:
             speed = f"{alone.time / found.step_time:.2f} times one device"
     words = "measured" if used else "planned"
-    return f"fits: {shape}; {words}: {memory}\nspeed: {speed}\nlimited by: {_limit(found)}"
-
-
-def _limit(found: Plan) -> str:
-    """Where most of the time goes that the devices do not share evenly."""
-    played, step = found.simulation, found.step_time
-    if len(found.balance) == 1:
-        return "the one device"
-    if found.interpreter_time >= _TIGHT * step:
-        return "Python, which no two threads run at a time: larger micro-batches, or torch.compile"
-    again = [0.0] * len(played.busy)
-    for span in played.spans:
-        again[span.row] += span.duration * (span.kind == "recompute")
-    work = [busy - more for busy, more in zip(played.busy, again, strict=True)]
-    d = max(range(len(work)), key=lambda d: played.busy[d])
-    mean, sent = sum(work) / len(work), 2 * sum(played.costs.transfer)
-    name = found.machine.name(d)
-    return max(
-        (again[d], f"memory: {name} recomputes {again[d] / step:.0%} of the step"),
-        (work[d] - mean, f"{name}, which has {work[d] / (mean or 1.0) - 1:.0%} more to do than the "
-         "mean"),
-        (sent, f"transfers between devices, {sent / step:.0%} of the step"),
-        (step - played.busy[d] - sent,
-         f"the bubble, {found.bubble:.0%} of the devices' time: a larger batch_size has more "
-         "micro-batches"),
-    )[1]  # fmt: skip
+    limited = "".join(limited_by(found))
+    return f"fits: {shape}; {words}: {memory}\nspeed: {speed}\nlimited by: {limited}"

@@ -52,7 +52,7 @@ class Machine:
         memory: bytes that a pipeline may use on each device; ``math.inf`` for no limit.
         bandwidth: bytes per second from device ``a`` to device ``b``, as ``bandwidth[a][b]``;
             ``math.inf`` where going there takes no time, as always on the diagonal.
-        names: of the devices, to be printed; empty for none.
+        names: of the devices, to be printed; by default "device 0" and so on.
         speed: by what factor each device is faster than the one that layers were measured on;
             empty for equal ones.
         host: bytes per second between a device and the memory of the host, in each direction; 0
@@ -69,30 +69,25 @@ class Machine:
     host: float = 0.0
 
     def __post_init__(self) -> None:
-        memory = tuple(number_of(f"memory[{d}]", one, BYTES) for d, one in enumerate(self.memory))
-        n, rows = len(memory), [tuple(row) for row in self.bandwidth]
+        memory = _numbers("memory", self.memory, BYTES)
+        n, inf = len(memory), math.inf
         if n == 0:
             raise ValueError("memory=() names no device; a pipeline needs at least one")
+        rows = [row if _is_list(row) else (row,) for row in _listed("bandwidth", self.bandwidth)]
         if [len(row) for row in rows] != [n] * n:
             raise ValueError(
                 f"bandwidth has rows of {[len(row) for row in rows]} numbers, but there are {n} "
                 f"devices: give one number for all, or {n} rows of {n}"
             )
-        bandwidth = tuple(
-            tuple(
-                number_of(f"bandwidth[{a}][{b}]", row[b], RATE) if a != b else math.inf
-                for b in range(n)
-            )
-            for a, row in enumerate(rows)
-        )
-        speed = tuple(number_of(f"speed[{d}]", v, FACTOR) for d, v in enumerate(self.speed))
-        speed = speed or (1.0,) * n
+        rows = [[inf if a == b else row[b] for b in range(n)] for a, row in enumerate(rows)]
+        links = tuple(_numbers(f"bandwidth[{a}]", row, RATE) for a, row in enumerate(rows))
+        names = tuple(self.names) or tuple([f"device {d}" for d in range(n)])
+        speed = _numbers("speed", self.speed, FACTOR) or (1.0,) * n
         _check_count("speed", speed, n)
-        _check_count("names", self.names or speed, n)
-        if self.host != 0:
-            number_of("host", self.host, RATE)
-        fields = {"memory": memory, "bandwidth": bandwidth, "names": tuple(self.names)}
-        for name, value in (fields | {"speed": speed}).items():
+        _check_count("names", names, n)
+        host = 0.0 if self.host == 0 else number_of("host", self.host, RATE)
+        new = {"memory": memory, "bandwidth": links, "names": names, "speed": speed, "host": host}
+        for name, value in new.items():
             object.__setattr__(self, name, value)
 
     @classmethod
@@ -119,12 +114,9 @@ class Machine:
 
     def ordered(self, devices: Sequence[int]) -> Machine:
         """Some of the devices, or all, in another order; each keeps what it is called."""
-        names = tuple(self.name(d) for d in devices)
-        if not self.names and names == tuple(f"device {s}" for s in range(len(names))):
-            names = ()
-        memory, speed = (tuple(row[d] for d in devices) for row in (self.memory, self.speed))
-        rows = tuple(tuple(self.bandwidth[a][b] for b in devices) for a in devices)
-        return Machine(memory, rows, names, speed, self.host)
+        memory, speed = (tuple([row[d] for d in devices]) for row in (self.memory, self.speed))
+        rows = tuple([tuple([self.bandwidth[a][b] for b in devices]) for a in devices])
+        return Machine(memory, rows, tuple([self.names[d] for d in devices]), speed, self.host)
 
     def orders(self) -> list[tuple[int, ...]]:
         """Orders of the devices that are worth a try: as given, and if there are two or three kinds
@@ -139,37 +131,32 @@ class Machine:
         together = [tuple(chain.from_iterable(some)) for some in permutations(kinds.values())]
         return list(dict.fromkeys([given, *together]))
 
-    def name(self, d: int) -> str:
-        """What to call device ``d``: its name, or its number."""
-        return self.names[d] if self.names else f"device {d}"
-
 
 # -- numbers and text ------------------------------------------------------------------------------
 
 
 class Unit(NamedTuple):
-    """What a number is of: how text says it, such as what, and in words."""
+    """What a number is of: how text goes on after it, such as what, and in words."""
 
-    pattern: re.Pattern[str]
+    ending: str
     example: str
     of: str
 
 
-_NUMBER = r"\s*(\d+\.?\d*(?:e[+-]?\d+)?|\.\d+(?:e[+-]?\d+)?)\s*"
-_PREFIX = r"(?:([kmgt])(i?))?"
+_PREFIX = r"(?:(?P<prefix>[kmgt])(?P<binary>i?))?"
 #: "16GB" is 16e9, "16GiB" 16 * 2**30; "12GB/s" is 12e9, "100Gbit/s" or "100Gb/s" 12.5e9. Case and
 #: spaces do not matter, but where bits and bytes differ by nothing else: "12gb/s" could be either.
 BYTES = Unit(
-    re.compile(rf"{_NUMBER}{_PREFIX}B\s*", re.IGNORECASE),
+    rf"{_PREFIX}B",
     "'16GB' (B, kB, MB, GB, TB, KiB, MiB, GiB or TiB)",
     " of bytes (16e9, '16GB')",
 )
 RATE = Unit(
-    re.compile(rf"{_NUMBER}{_PREFIX}(bits?|B)\s*(?:/\s*s(?:ec)?|ps)\s*", re.IGNORECASE),
+    rf"{_PREFIX}(?P<one>bits?|B)\s*(?:/\s*s(?:ec)?|ps)",
     "'12GB/s' for bytes or '100Gbit/s' for bits",
     " of bytes per second (12e9, '12GB/s')",
 )
-FACTOR = Unit(re.compile(_NUMBER, re.IGNORECASE), "2.0", "")
+FACTOR = Unit("", "2.0", "")
 
 
 def number_of(what: str, given: Any, unit: Unit) -> float:
@@ -183,15 +170,37 @@ def number_of(what: str, given: Any, unit: Unit) -> float:
         if not (known and float(given) > 0) or (unit is FACTOR and given == math.inf):
             raise ValueError(f"{what}={given!r} must be a positive number{unit.of}")
         return float(given)
-    found = unit.pattern.fullmatch(given)
-    number, prefix, binary, one = (*(found.groups("") if found else ()), "", "", "", "")[:4]
-    if found is None or (one == "b" and not prefix.isupper()):
+    number = r"\s*(?P<number>\d+\.?\d*(?:e[+-]?\d+)?|\.\d+(?:e[+-]?\d+)?)\s*"
+    found = re.fullmatch(rf"{number}{unit.ending}\s*", given, re.IGNORECASE)
+    parts = found.groupdict("") if found else {}
+    prefix, one = parts.get("prefix", ""), parts.get("one", "B")
+    if not parts or (one == "b" and not prefix.isupper()):
         raise ValueError(f"{what}={given!r} cannot be read: write it like {unit.example}")
-    power = " KMGT".index(prefix.upper() or " ")
-    value = float(number) * (1024 if binary else 1000) ** power / (1 if one in ("", "B") else 8)
+    base, bits = 1024 if parts.get("binary") else 1000, 1 if one == "B" else 8
+    value: float = float(parts["number"]) * base ** " KMGT".index(prefix.upper() or " ") / bits
     if not 0 < value < math.inf:
         raise ValueError(f"{what}={given!r} is {value:g}: it must be greater than 0, and finite")
-    return float(value)
+    return value
+
+
+def _is_list(given: Any) -> bool:
+    return isinstance(given, Iterable) and not isinstance(given, str)
+
+
+def _listed(what: str, given: Any) -> list[Any]:
+    if not _is_list(given):
+        raise TypeError(f"{what}={given!r} must be a list with one for each device")
+    return list(given)
+
+
+def _numbers(what: str, given: Any, unit: Unit) -> tuple[float, ...]:
+    numbers = enumerate(_listed(what, given))
+    return tuple(number_of(f"{what}[{k}]", number, unit) for k, number in numbers)
+
+
+def _check_count(what: str, given: Sequence[Any], n: int) -> None:
+    if len(given) != n:
+        raise ValueError(f"{what} is for {len(given)} devices, but there are {n}")
 
 
 #: How many, and either machines with links of their own, or memory and speed of a device.
@@ -201,58 +210,46 @@ _DEVICES = re.compile(
 
 
 def _described(text: str, bandwidth: Any = None, whole: str = "") -> Machine:
-    """The machine of a description; what links the devices may be given besides.
-
-    Args:
-        text: the description, or what stands between parentheses.
-        bandwidth: given besides.
-        whole: where that is, the description.
+    """The machine of a description, or of what stands between parentheses in a whole one; what
+    links the devices may be given besides.
     """
     what = f"devices={whole or text!r}"
     listed, comma, rate = re.fullmatch(r"(.*?)(?:(,)([^,()]*))?", text, re.DOTALL).groups()  # type: ignore[union-attr]
     parts: list[Machine] = []
     for one in re.split(r"\+(?![^(]*\))", listed):
         found = _DEVICES.fullmatch(one)
-        count, inside, memory, speed = found.groups() if found else ("", None, one, None)
+        count, inside, memory, speed = found.groups() if found else (None, None, one, None)
         if inside is not None:
             part = _described(inside, whole=whole or text)
         else:
             size = number_of(f"{what}: memory", memory, BYTES)
             factor = number_of(f"{what}: speed", "1" if speed is None else speed, FACTOR)
             part = Machine((size,), ((math.inf,),), speed=(factor,))
-        number = number_of(f"{what}: number of devices", count or "1", FACTOR)
-        most = (_MOST_DEVICES - sum(map(len, parts))) // len(part)
-        if not 1 <= number <= most or not number.is_integer():
+        number = int(count) if re.fullmatch(r"\d{1,4}", count := (count or "1").strip()) else 0
+        if not 1 <= number <= (_MOST_DEVICES - sum(map(len, parts))) // len(part):
             raise ValueError(
-                f"{what}: {one.strip()!r} must be a whole number of devices, {_MOST_DEVICES} at "
-                f"most; write it like {EXAMPLE!r}"
+                f"{what}: {count!r} in {one.strip()!r} must be a whole number of devices, "
+                f"{_MOST_DEVICES} at most; write it like {EXAMPLE!r}"
             )
-        parts += [part] * int(number)
+        parts += [part] * number
     if not comma and bandwidth is None and sum(map(len, parts)) > 1:
         raise ValueError(
             f"{what}: {text!r} does not say what goes from device to device in a second: add it "
             f"({text.strip() + ', 12GB/s'!r}), or give bandwidth='12GB/s'"
         )
     link = number_of(f"{what}: bandwidth", rate, RATE) if comma else 1.0
-    rows, left, count = [], 0, sum(map(len, parts))
-    for part in parts:  # inside of it links are its own
-        right = count - left - len(part)
-        rows += [(link,) * left + row + (link,) * right for row in part.bandwidth]
-        left += len(part)
-    memory = tuple(size for part in parts for size in part.memory)
-    return Machine(memory, tuple(rows), speed=tuple(v for part in parts for v in part.speed))
-
-
-def _check_count(what: str, given: Sequence[Any], n: int) -> None:
-    if len(given) != n:
-        raise ValueError(f"{what} is for {len(given)} devices, but there are {n}")
+    at = [(k, d) for k, part in enumerate(parts) for d in range(len(part))]
+    rows = [tuple([parts[k].bandwidth[a][b] if k == m else link for m, b in at]) for k, a in at]
+    memory, speed = (tuple([getattr(parts[k], x)[d] for k, d in at]) for x in ("memory", "speed"))
+    return Machine(memory, tuple(rows), speed=speed)
 
 
 # -- what is given, described, or here and measured ------------------------------------------------
 
 
 def real_devices(devices: Any) -> tuple[Any, ...] | None:
-    """Devices that are here, of a list or so many, as a pipe takes them; None for described ones.
+    """Devices that are here, of a list, by names ("cuda:0, cuda:1") or so many, as a pipe takes
+    them; None for described ones.
 
     Raises:
         TypeError, ValueError: they are no devices, or not here.
@@ -260,19 +257,22 @@ def real_devices(devices: Any) -> tuple[Any, ...] | None:
     if isinstance(devices, Machine):
         return None
     if isinstance(devices, str):
-        with suppress(RuntimeError):  # "cuda:0": a list of devices is meant, and this says so
-            check_devices(str(torch.device(devices.strip())))
-        return None
+        names = [name.strip() for name in devices.split(",")]
+        try:
+            here = [int(name) if name.isdecimal() else torch.device(name) for name in names]
+        except RuntimeError:  # a description
+            return None
+        devices = here[0] if len(names) == 1 and names[0].isdecimal() else here
     if isinstance(devices, int) and not isinstance(devices, bool):
         if not 1 <= devices <= _MOST_DEVICES:
             raise ValueError(f"devices={devices}: plans are made for 1 to {_MOST_DEVICES}")
-        here = default_devices(devices)
-        if len(here) < devices:
+        every = default_devices(devices)
+        if len(every) < devices:
             raise ValueError(
-                f"devices={devices}, but {len(here)} are here ({', '.join(map(str, here))}): to "
+                f"devices={devices}, but {len(every)} are here ({', '.join(map(str, every))}): to "
                 f"plan for others, describe them: devices={EXAMPLE!r}"
             )
-        return tuple(here[:devices])
+        return tuple(every[:devices])
     given = check_devices(devices)
     if not given:
         raise ValueError(f"devices is empty: give at least one, or a description ({EXAMPLE!r})")
@@ -303,45 +303,29 @@ def machine_of(
     """
     given = real_devices(devices)
     real = places_of(given) if given is not None else []
-    known = devices if isinstance(devices, Machine) else None
-    if isinstance(devices, str):
-        known = _described(devices, bandwidth)
-    places: list[Any] = list(range(len(known))) if known else list(real)
-    if isinstance(memory, (str, Real)):
+    known = devices if real or isinstance(devices, Machine) else _described(devices, bandwidth)
+    places: list[Any] = real or list(range(len(known)))
+    if memory is None:
+        memory = _measured_memory(real) if real else known.memory
+    elif isinstance(memory, (str, Real)):
         size = number_of("memory", memory, BYTES)
         memory = [size / places.count(place) for place in places]
-    elif memory is None:
-        memory = known.memory if known else _measured_memory(real)
-    elif not isinstance(memory, Iterable):
-        raise TypeError(f"memory={memory!r} is neither bytes (16e9, '16GB') nor a list of them")
-    memory = tuple(memory)
+    memory = _listed("memory", memory)
     _check_count("memory", memory, len(places))
-    if isinstance(bandwidth, (str, Real)):
+    if bandwidth is None:
+        bandwidth = [[link_bandwidth(a, b) for b in real] for a in real] or known.bandwidth
+    elif isinstance(bandwidth, (str, Real)):
         rate = number_of("bandwidth", bandwidth, RATE)
         bandwidth = [[math.inf if a == b else rate for b in places] for a in places]
-    elif bandwidth is None:
-        measured = ((link_bandwidth(a, b) for b in real) for a in real)
-        bandwidth = known.bandwidth if known else measured
-    elif not isinstance(bandwidth, Iterable):
-        raise TypeError(
-            f"bandwidth={bandwidth!r} is neither bytes per second (12e9, '12GB/s') nor rows of them"
-        )
-    rows = tuple((row,) if isinstance(row, (str, Real)) else tuple(row) for row in bandwidth)
-    if speed is None:
-        speed = known.speed if known else ()
-    elif isinstance(speed, str) or not isinstance(speed, Iterable):
-        raise TypeError(
-            f"speed={speed!r} must be a list with a factor for each device, as [2.0, 1]"
-        )
-    if host_bandwidth is not None:
-        host = number_of("host_bandwidth", host_bandwidth, RATE)
-    elif known:
-        host = known.host
-    else:
+    if host_bandwidth is None:
         accelerators = [place for place in dict.fromkeys(real) if place.type != "cpu"]
-        host = min((link_bandwidth(a, torch.device("cpu")) for a in accelerators), default=0.0)
-    names = known.names if known else tuple(map(str, real))
-    return Machine(memory, rows, names, tuple(speed), host)
+        rates = (link_bandwidth(a, torch.device("cpu")) for a in accelerators)
+        host = min(rates, default=0.0) if real else known.host
+    else:
+        host = number_of("host_bandwidth", host_bandwidth, RATE)
+    if speed is None:
+        speed = () if real else known.speed
+    return Machine(memory, bandwidth, tuple(map(str, real)) or known.names, speed, host)
 
 
 def _measured_memory(places: Sequence[torch.device]) -> tuple[float, ...]:

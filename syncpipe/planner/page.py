@@ -5,30 +5,28 @@ from __future__ import annotations
 import math
 import os
 import re
-import tempfile
 import textwrap
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from html import escape
 from itertools import pairwise
 from pathlib import Path
 from string import Template
 from typing import Any
 
-from syncpipe.balance.profile import in_bytes
 from syncpipe.planner.alternatives import Alternative
 from syncpipe.planner.chain import chunk_counts, sizes_of
 from syncpipe.planner.draft import levels
 from syncpipe.planner.search import AUTO, TITLES
-from syncpipe.planner.words import columns, count, duration, layers_named, memory_of
+from syncpipe.words import columns, count, duration, in_bytes
 
-__all__ = ["save", "text"]
+__all__ = ["limited_by", "save", "text"]
 
 #: :class:`.planning.Plan`, which shows itself by this page.
 Plan = Any
 
 _WIDTH = 96
-#: Time of the interpreter is told from this part of the step on, and is the bottleneck from this
-#: part of the devices' on: it is a lower bound.
+#: Time of the interpreter is told from this part of the step on, and is what limits it from this
+#: part on: it is a lower bound.
 _NOTICED, _TIGHT = 0.1, 0.9
 #: What a pipe could run instead is worth a word if it takes so much less, relative.
 _WORTH = 1.01
@@ -40,15 +38,23 @@ _SPREAD = 0.05
 
 def text(plan: Plan) -> str:
     """What ``print(plan)`` shows."""
-    verdict, _ = _verdict(plan)
+    others = [f"{told:>17}  {name}{note}" for told, name, note, _ in _alternatives(plan)]
     blocks = [
         [_title(plan), *_way(plan), *_source(plan)],
-        textwrap.wrap(verdict, _WIDTH),
-        [*columns([_HEADER, *_rows(plan)], left=(1, 2, 7)), *_notes(plan)],
-        [f"{name:<11} {number}{what}" for name, number, what in _figures(plan)],
-        _alternatives(plan),
+        _wrapped([_verdict(plan)[0]]),
+        [*columns([_HEADER, *_rows(plan)], left=(1, 2, 7)), *_wrapped(_notes(plan))],
+        _wrapped([f"{name:<11} {number}{of}" for name, number, of in _figures(plan)], indent=12),
+        _wrapped(["Alternatives", *others] if others[1:] else [], indent=19),
+        _wrapped(_remarks(plan)),
     ]
     return "\n\n".join("\n".join(lines) for lines in blocks if lines)
+
+
+def _wrapped(lines: Sequence[str], indent: int = 0) -> list[str]:
+    hanging = " " * indent
+    return [
+        part for line in lines for part in textwrap.wrap(line, _WIDTH, subsequent_indent=hanging)
+    ]
 
 
 def _title(plan: Plan) -> str:
@@ -84,9 +90,7 @@ def _way(plan: Plan) -> Iterator[str]:
 def _source(plan: Plan) -> Iterator[str]:
     """Where the costs of the layers come from, and how far they can be believed."""
     profile, samples = plan.profile, sizes_of(plan.batch_size, plan.chunks)[0]
-    source = f"layers: {profile.how}" if profile.how else "layers as profiled"
-    if profile.source in ("", "measured"):
-        source = source.replace("layers: measured", "layers measured")
+    source = f"layers: {profile.how or 'as given'}"
     *others, largest = map(str, profile.sizes)
     listed = ", ".join(others) + " and " * bool(others) + count(int(largest), "sample")
     beyond = not profile.sizes[0] <= samples <= profile.sizes[-1]
@@ -97,7 +101,7 @@ def _source(plan: Plan) -> Iterator[str]:
     load = profile.load_average
     if profile.spread > _SPREAD:
         busy = f" (load {load:.1f} when it was measured)" * bool(load)
-        yield f"times {_spread(plan).strip()}: rounds differ by so much{busy}"
+        yield f"times {_spread(plan).strip()}: rounds or layers contradict each other{busy}"
     elif load > (os.cpu_count() or 1):
         what = "what else ran may have made all times longer"
         yield f"load {load:.1f} when it was measured: {what}"
@@ -108,55 +112,44 @@ def _spread(plan: Plan) -> str:
     return f" \u00b1{spread:.0%}" if spread > _SPREAD else ""
 
 
-def _others(plan: Plan) -> list[Alternative]:
-    """What else was looked at, the fastest first."""
-    every: list[Alternative] = [*plan.alternatives, *plan.compared]
-    return sorted(every, key=lambda one: math.inf if one.time is None else one.time)
+def _ranked(plan: Plan) -> list[Alternative]:
+    """The plan, which comes first in a tie, and what else was looked at, the fastest first."""
+    note = f"{in_bytes(max(plan.chosen.on_device))} at most"
+    every = [Alternative("this plan", plan.step_time, note, draft=plan.chosen)]
+    every += [*plan.alternatives, *plan.compared]
+    return sorted(every, key=lambda one: one.time or math.inf)
 
 
 def _verdict(plan: Plan) -> tuple[str, bool]:
     """Whether this is the way to go, in words; and whether it is."""
     words, step = [], plan.step_time
-    times = [(one.time, one) for one in _others(plan) if one.time]
-    time, other = next((pair for pair in times if pair[1].pipeline), (math.inf, None))
-    if other and time * _WORTH < step:
-        words.append(f"As a pipe, {other.name} would be {step / time:.2f} times as fast.")
-    fewer = plan.chosen.form.devices == 1 < len(plan.machine) and not plan.fixed
-    if fewer:
+    faster = [(step / one.time, one) for one in _ranked(plan) if one.time and one.time < step]
+    for times, one in [pair for pair in faster if not pair[1].instead][:1]:
+        if times > _WORTH:
+            words.append(f"As a pipe, {one.name} would be {times:.2f} times as fast.")
+    alone = plan.chosen.form.devices == 1 < len(plan.machine) and not plan.fixed
+    if alone:
         words.append("No pipeline that was found is faster than one of these devices alone.")
-    time, other = next((pair for pair in times if not pair[1].pipeline), (math.inf, None))
-    if other and time < step:
-        faster = f"{step / time:.2f} times " * (step / time >= 1.005)
-        instead = "no pipe at all"
-        if "pipeline" in other.name:
-            instead = "DistributedDataParallel around pipes"
-        elif "copies" in other.name:
-            instead = "torch.nn.parallel.DistributedDataParallel, a process for each device"
+    better = [pair for pair in faster if pair[1].instead][:1]
+    for times, one in better:
+        much = f"{times:.2f} times " * (times >= 1.005)
         words.append(
-            f"The plain truth: {other.name} would be {faster}as fast as this plan "
-            f"({duration(time)} a step). Use {instead}, unless something else speaks for a "
-            "pipeline."
+            f"The plain truth: {one.name} would be {much}as fast as this plan ("
+            f"{duration(step / times)} a step). Use {one.instead}, unless something else speaks "
+            "for a pipeline."
         )
-    elif not fewer:
+    if not better and not alone:
         which = "Nothing else" if words else "Nothing"
         words.append(f"{which} that was looked at is faster than this plan.")
-    python, devices = plan.interpreter_time, plan.simulation.makespan
-    if python and python >= _TIGHT * devices:
-        words.append(
-            "The interpreter is the bottleneck: one process runs the Python of one stage at a "
-            f"time, and that alone takes {duration(python)} a step, the devices "
-            f"{duration(devices)}. Fewer micro-batches, compiled layers, CUDA graphs in layers or "
-            "a free-threaded Python make it faster, more devices do not."
-        )
-    return " ".join(words), time >= step
+    return " ".join(words), not better
 
 
 _HEADER = (
     "stage", "device", "layers", "forward", "backward", "send", "in flight", "memory", "+ .grad"
 )  # fmt: skip
 _MODES = {
-    "recompute": "+ recompute: this stage stores its inputs only, and recomputes its forward",
-    "offload": "+ offload: this stage sends what it stores to the host, and fetches it back",
+    "recompute": "+ recompute: this stage stores its inputs only, and recomputes its forward.",
+    "offload": "+ offload: this stage sends what it stores to the host, and fetches it back.",
 }
 
 
@@ -165,21 +158,37 @@ def _rows(plan: Plan) -> Iterator[tuple[str, ...]]:
         yield (
             str(s),
             stage.device,
-            layers_named(stage.layers),
+            _named(stage.layers),
             duration(stage.forward),
             duration(stage.backward) + f" + {stage.mode}" * (stage.mode != "store"),
             duration(stage.send) if stage.send else "",
             str(stage.in_flight),
-            memory_of(stage.memory, stage.limit),
+            _of(stage.memory, stage.limit),
             in_bytes(stage.gradients),
         )
+
+
+def _named(names: Sequence[str]) -> str:
+    """The first and the last of some layers, and how many there are."""
+    short = []
+    for name in (names[0], names[-1]):
+        name = name if name.isprintable() else repr(name)[1:-1]
+        short.append(name if len(name) <= 24 else f"{name[:11]}..{name[-11:]}")
+    return f"{short[0]} to {short[1]} ({len(names)})" if len(names) > 1 else short[0]
+
+
+def _of(memory: float, limit: float) -> str:
+    """Bytes, and what part of the limit they are, if there is one."""
+    if math.isinf(limit):
+        return in_bytes(memory)
+    return f"{in_bytes(memory)} of {in_bytes(limit)} ({memory / limit:.0%})"
 
 
 def _notes(plan: Plan) -> list[str]:
     """What memory is made of, what comes on top where a step finds gradients, on which devices that
     is too much, and what devices with several stages hold at once.
     """
-    chain, chosen, name = plan.terms.chain(plan.chunks), plan.chosen, plan.machine.name
+    chain, chosen, names = plan.terms.chain(plan.chunks), plan.chosen, plan.machine.names
     words = "memory: parameters, gradients, optimizer, what is stored for backward"
     if chain.peaks:
         held = plan.terms.stages(chosen.form, plan.balance, chosen.modes)
@@ -187,27 +196,25 @@ def _notes(plan: Plan) -> list[str]:
         words += f", what is transient (up to {in_bytes(most)})"
         words += f" and inputs that came early (up to {in_bytes(early)})" * bool(early)
     else:
-        widest = max(map(sum, pairwise(chain.inputs)))
-        words += (
-            f"; gradients of activations come on top for a moment, {in_bytes(widest)} in the "
-            "widest layer"
-        )
-    lines, needs = textwrap.wrap(words, _WIDTH), list(chosen.on_device)
+        widest = in_bytes(max(map(sum, pairwise(chain.inputs))))
+        words += f"; gradients of activations come on top, {widest} in the widest layer"
+    needs = list(chosen.on_device)
     for d, stage in zip(plan.device_of, plan.stages, strict=True):
         needs[d] += stage.gradients
     room = zip(needs, plan.machine.memory, strict=False)
-    short = [name(d) for d, (held, limit) in enumerate(room) if held > limit]
-    words = (
+    short = [names[d] for d, (held, limit) in enumerate(room) if held > limit]
+    grad = (
         "+ .grad: so much more if gradients are there when a step begins (no zero_grad() before), "
-        "for it copies them"
+        "for it copies them" + f"; too much for {', '.join(short)}" * bool(short)
     )
-    lines += textwrap.wrap(words + f"; too much for {', '.join(short)}" * bool(short), _WIDTH)
-    lines += [line for mode, line in _MODES.items() if mode in chosen.modes]
-    for d, own in enumerate(chosen.form.stages_of):
-        if len(own) > 1:
-            held = memory_of(chosen.on_device[d], plan.machine.memory[d])
-            lines.append(f"{name(d)}, stages {', '.join(map(str, own))} at once: {held}")
-    return lines
+    several = [
+        f"{names[d]}, stages {', '.join(map(str, own))} at once: "
+        + _of(chosen.on_device[d], plan.machine.memory[d])
+        for d, own in enumerate(chosen.form.stages_of)
+        if len(own) > 1
+    ]
+    used = [line for mode, line in _MODES.items() if mode in chosen.modes]
+    return [f"{words}.", f"{grad}.", *used, *several]
 
 
 def _figures(plan: Plan) -> Iterator[tuple[str, str, str]]:
@@ -220,39 +227,64 @@ def _figures(plan: Plan) -> Iterator[tuple[str, str, str]]:
         yield "bubble", f"{plan.bubble:.1%}", " of the devices' time"
         what = f"the simulated step is {plan.certificate:.3f} times that"
         yield "bound", duration(plan.bound), f" for any order of these actions: {what}"
+    yield "limited by", *limited_by(plan)
     if plan.interpreter_time > _NOTICED * plan.step_time:
         what = " of Python in all forwards, one at a time; what the pipe itself does is not in it"
         yield "interpreter", duration(plan.interpreter_time), what
 
 
-def _alternatives(plan: Plan) -> list[str]:
-    others = _others(plan)
-    lines = ["Alternatives"][: len(others)]
-    for other in others:
-        told = "     does not fit"
-        if other.time is not None:
-            told = f"{duration(other.time):>9}  {_more(other.time, plan.step_time):>6}"
-        words = f"{told}  {other.name}" + f": {other.note}" * bool(other.note)
-        lines += textwrap.wrap(words, _WIDTH, subsequent_indent=" " * 19)
+def limited_by(plan: Plan) -> tuple[str, str]:
+    """Where most of the time goes that the devices do not share evenly; and how much it is."""
+    played, step = plan.simulation, plan.step_time
+    if plan.interpreter_time >= _TIGHT * step:
+        return "Python", (
+            ", which no two threads run at a time: fewer micro-batches, compiled layers, CUDA "
+            "graphs in layers or a free-threaded Python make it faster, more devices do not"
+        )
     if len(plan.balance) == 1:
-        return lines
-    if not plan.compared:
-        lines.append("plan.compare() says what the other schedules would take")
-    elif not any(repr(AUTO) in other.name for other in plan.compared) and plan.schedule != AUTO:
-        lines.append(f"(schedule={AUTO!r} not tried for so many stages and micro-batches)")
-    if plan.compared:
-        lines.append("(plan(schedule=...) asks for one of these schedules, and looks longer)")
-    guessed = any(
-        x.weight_share is None and x.parameter_bytes > x.frozen_bytes for x in plan.profile.layers
-    )
-    if guessed and (plan.chosen.form.split or plan.compared):
-        lines.append("(halves of backwards are estimated: half for each layer that has weights)")
+        return "the one device", ""
+    again = [0.0] * len(played.busy)
+    for span in played.spans:
+        again[span.row] += span.duration * (span.kind == "recompute")
+    work = [busy - more for busy, more in zip(played.busy, again, strict=True)]
+    d = max(range(len(work)), key=lambda d: played.busy[d])
+    mean, sent = sum(work) / len(work), 2 * sum(played.costs.transfer)
+    name, more = plan.machine.names[d], f", which has {work[d] / (mean or 1.0) - 1:.0%} more to do"
+    return max(
+        (again[d], ("memory", f": {name} recomputes {again[d] / step:.0%} of the step")),
+        (work[d] - mean, (name, more + " than the mean")),
+        (sent, ("transfers between devices", f", {sent / step:.0%} of the step")),
+        (step - played.busy[d] - sent, ("the bubble", f", {plan.bubble:.0%} of the devices' time: "
+         "a larger batch_size has more micro-batches")),
+    )[1]  # fmt: skip
+
+
+def _alternatives(plan: Plan) -> Iterator[tuple[str, str, str, Alternative]]:
+    """The plan and all that it was compared with: time, name and note of each."""
+    step = plan.step_time
+    for one in _ranked(plan):
+        told = "does not fit"
+        if one.time is not None:
+            percent = round(100 * (one.time / step - 1)) if step else 0
+            told = f"{duration(one.time)}  {f'{percent:+d}%' if percent else 'same':>6}"
+        yield told, one.name, f": {one.note}" * bool(one.note), one
+
+
+def _remarks(plan: Plan) -> list[str]:
+    """How the other schedules were looked at."""
+    if len(plan.balance) == 1:
+        return []
+    compared = [one.draft.schedule for one in plan.compared if one.draft]
+    lines = ["plan.compare() says what the other schedules would take."]
+    if compared:
+        lines = ["plan(schedule=...) asks for one of these schedules, and looks longer."]
+    if compared and AUTO not in (*compared, plan.schedule):
+        lines.append(f"schedule={AUTO!r} was not tried for so many stages and micro-batches.")
+    layers = plan.profile.layers
+    guessed = any(x.weight_share is None and x.parameter_bytes > x.frozen_bytes for x in layers)
+    if guessed and (plan.chosen.form.split or compared):
+        lines.append("Halves of backwards are estimated: half for each layer that has weights.")
     return lines
-
-
-def _more(time: float, base: float) -> str:
-    percent = round(100 * (time / base - 1)) if base else 0
-    return f"{percent:+d}%" if percent else "same"
 
 
 # -- HTML -----------------------------------------------------------------------------------------
@@ -272,7 +304,6 @@ def save(path: str | os.PathLike[str], plan: Plan) -> None:
     verdict, good = _verdict(plan)
     most = in_bytes(max(plan.chosen.on_device))
     figures = [*_figures(plan), ("memory", most, " on a device at most")]
-    template = Template(Path(__file__).with_name("page.html").read_text(encoding="utf-8"))
     words = {
         "title": _title(plan),
         "way": " ".join(_way(plan)),
@@ -280,16 +311,19 @@ def save(path: str | os.PathLike[str], plan: Plan) -> None:
         "kind": "good" if good else "bad",
         "verdict": verdict,
         "notes": " ".join(_notes(plan)),
+        "remarks": " ".join(_remarks(plan)),
     }
+    svg = plan.timeline()._repr_svg_() or _NO_PICTURE
     made = {
         "figures": (f"<div>{name} <b>{_clean(x)}</b>{_clean(of)}</div>" for name, x, of in figures),
         "stages": [_row(*_HEADER, tag="th"), *(_row(*map(_clean, row)) for row in _rows(plan))],
         "layers": _layers(plan),
-        "step": [_picture(plan)],
+        "step": [svg[max(0, svg.find("<svg")) :]],
         "memory": _lanes(plan),
         "alternatives": _bars(plan),
     }
     text = {name: _clean(text) for name, text in words.items()}
+    template = Template(Path(__file__).with_name("page.html").read_text(encoding="utf-8"))
     page = template.substitute(text, **{name: "".join(parts) for name, parts in made.items()})
     Path(path).write_text(page, encoding="utf-8")
 
@@ -321,18 +355,6 @@ def _bar(words: str, whole: float, **parts: float) -> str:
     return f'<span class="bar">{"".join(made)}</span><small>{words}</small>'
 
 
-def _picture(plan: Plan) -> str:
-    """The step, as SVG."""
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "step.svg"
-        try:
-            plan.timeline().save(path)
-        except ImportError:
-            return _NO_PICTURE
-        found = path.read_text(encoding="utf-8")
-    return found[found.index("<svg") :]
-
-
 def _lanes(plan: Plan) -> Iterator[str]:
     """What each device holds, up to its limit."""
     chosen, makespan = plan.chosen, plan.simulation.makespan or 1.0
@@ -344,26 +366,24 @@ def _lanes(plan: Plan) -> Iterator[str]:
             f"H{1000 * time / makespan:.1f}V{100 * (1 - level / (full or 1.0)):.1f}"
             for time, level in lane
         )
-        name = _clean(plan.machine.name(d))
+        name = _clean(plan.machine.names[d])
         yield (
             f'<div class="lane"><span>{name}</span><svg viewBox="0 0 1000 100" role="img" '
             f'preserveAspectRatio="none" aria-label="memory of {name}"><path d="{path}H1000V100z"/>'
-            f"</svg><span>{memory_of(peak, limit)}</span></div>"
+            f"</svg><span>{_of(peak, limit)}</span></div>"
         )
 
 
 def _bars(plan: Plan) -> Iterator[str]:
-    """A row for the plan and for everything that it was compared with, the fastest first."""
-    own = f"{TITLES[plan.schedule]}, {in_bytes(max(plan.chosen.on_device))} at most"
-    mine, others = Alternative("this plan", plan.step_time, own), _others(plan)
-    faster = [other for other in others if other.time and other.time < plan.step_time]
-    most = max(other.time or 0.0 for other in [mine, *others]) or 1.0
-    for one in [*faster, mine, *others[len(faster) :]]:
-        look, said = "mine" if one is mine else "other", "<em>does not fit</em>"
+    """A row for the plan and for everything that it was compared with."""
+    rows = [*_alternatives(plan)]
+    most = max(one.time or 0.0 for *_, one in rows) or 1.0
+    for told, name, note, one in rows:
+        look = "mine" if one.draft is plan.chosen else "other"
+        said = f"<em>{told}</em>"
         if one.time is not None:
-            words = f"{duration(one.time)}, {_more(one.time, plan.step_time)}"
-            said = _bar(words, most, **{look: one.time})
-        yield _row(_clean(one.name), said, _clean(one.note), look=look)
+            said = _bar(told, most, **{look: one.time})
+        yield _row(_clean(name), said, _clean(note.removeprefix(": ")), look=look)
 
 
 def _clean(words: str) -> str:

@@ -3,31 +3,31 @@
 from __future__ import annotations
 
 import math
-import operator
 import os
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Container, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import chain
-from numbers import Real
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import nn
 
-from syncpipe.balance import EFFICIENCY, DeviceSpec, Profile, estimated, param_scale_of
+from syncpipe.balance import EFFICIENCY, DeviceSpec, Profile, estimated
 from syncpipe.balance import profile as measured
+from syncpipe.balance.balances import scale_of
 from syncpipe.layers.listing import Layers
 from syncpipe.layers.placement import resolve_workers
+from syncpipe.options import checked_chunks, counted
 from syncpipe.planner import page
 from syncpipe.planner.alternatives import Alternative, alternatives_of, other_schedules
 from syncpipe.planner.draft import Draft, Terms
-from syncpipe.planner.machine import Machine, kind_of, machine_of, places_of, real_devices
+from syncpipe.planner.machine import kind_of, machine_of, places_of, real_devices
 from syncpipe.planner.search import ANY, AUTO, NoPlan, check_schedule, choose
 from syncpipe.schedules.player import Simulation, simulate
 from syncpipe.timeline.timeline import Timeline
 
-__all__ = ["NoPlan", "Plan", "StagePlan", "count_of", "measured_for", "plan"]
+__all__ = ["NoPlan", "Plan", "StagePlan", "layers_of", "plan", "speeds_of"]
 
 #: The parameter, its gradient and Adam's two moments.
 _ADAM = 4.0
@@ -110,27 +110,31 @@ def plan(
         NoPlan: no plan fits into memory (a ``ValueError``): the message says which stage misses by
             how much, and what would make it fit.
     """
-    batch_size = count_of("batch_size", batch_size)
-    stages = None if stages is None else count_of("stages", stages)
+    batch_size = counted(batch_size, f"batch_size={batch_size!r}", "the samples in a mini-batch")
+    if stages is not None:
+        stages = counted(stages, f"stages={stages!r}", "the number of stages")
     if isinstance(chunks, Iterable) and not isinstance(chunks, str):
-        chunks = [count_of("chunks", number) for number in chunks]
+        chunks = [checked_chunks(number) for number in chunks]
     elif chunks is not None:
-        chunks = count_of("chunks", chunks)
-    real = real_devices(devices)
-    devices = devices if real is None else real
+        chunks = checked_chunks(chunks)
     check_schedule(schedule)
     for name, value in {"stages": stages, "schedule": schedule}.items() if replicas else ():
         if value is not None:
             raise ValueError(f"{name}={value!r}: a plan with replicas takes no {name}")
-    scale = _scale(param_scale, optimizer)
+    scale = scale_of(param_scale, optimizer, _ADAM)
+    real = real_devices(devices)
+    devices = devices if real is None else real
     machine = machine_of(
         devices, memory=memory, bandwidth=bandwidth, speed=speed, host_bandwidth=host_bandwidth
     )
     if replicas and not machine.uniform:
         raise ValueError("replicas=True is for devices that are alike, with links alike")
-    layers = _profile(module, sample, devices, timeout, progress, on, efficiency)
+    layers = layers_of(
+        module, sample, devices=devices, timeout=timeout, progress=progress, on=on,
+        efficiency=efficiency,
+    )  # fmt: skip
     if speed is None and real is not None:
-        machine = _with_speed(machine, module, sample, real, timeout)
+        machine = replace(machine, speed=speeds_of(module, sample, real, timeout))
     terms = Terms(layers, machine, batch_size, scale)
     order, chosen = choose(terms, schedule, chunks=chunks, stages=stages, replicas=replicas)
     terms = terms.on(machine.ordered(order))
@@ -143,42 +147,20 @@ def plan(
     return Plan(terms, chosen, alternatives_of(terms, chosen), real, fixed)
 
 
-def count_of(name: str, number: Any) -> int:
-    """A whole number, at least 1."""
-    try:
-        count = -1 if isinstance(number, bool) else operator.index(number)
-    except TypeError as error:
-        raise TypeError(f"{name}={number!r}: must be a whole number") from error
-    if count < 1:
-        raise ValueError(f"{name}={number!r}: must be a number, at least 1")
-    return count
-
-
-def _scale(param_scale: float | None, optimizer: Callable[..., Any] | None) -> float:
-    """Bytes for each byte of a parameter that is trained."""
-    if optimizer is not None:
-        if param_scale is not None:
-            raise ValueError("param_scale and optimizer both say what a parameter takes: give one")
-        return param_scale_of(optimizer)
-    scale = _ADAM if param_scale is None else param_scale
-    if isinstance(scale, bool) or not (isinstance(scale, Real) and 1 <= scale < math.inf):
-        raise ValueError(
-            f"param_scale={scale!r}: must be a number, at least 1, for a parameter takes its own "
-            "bytes; 2 with its gradient, 4 with Adam"
-        )
-    return float(scale)
-
-
-def _profile(
+def layers_of(
     module: Any,
     sample: Any,
+    *,
     devices: Any,
     timeout: float,
-    progress: bool | None,
-    on: str | DeviceSpec | None,
-    efficiency: float | None,
+    progress: bool | None = None,
+    on: str | DeviceSpec | None = None,
+    efficiency: float | None = None,
 ) -> Profile:
-    """What the layers cost, with times."""
+    """What the layers cost, with times: the arguments are those of :func:`plan`.
+
+    They are measured on the first of real devices, a CPU worker having its share of the threads.
+    """
     if efficiency is not None and on is None:
         raise ValueError(f"efficiency={efficiency!r} is that of a device to estimate for: give on=")
     if isinstance(module, Profile):
@@ -195,10 +177,15 @@ def _profile(
         raise ValueError("to measure the layers, plan needs a sample: an input of a micro-batch")
     elif on is not None:
         part = EFFICIENCY if efficiency is None else efficiency
-        module = cast("Layers", module)
-        layers = estimated(module, sample, on=on, efficiency=part, progress=progress)
+        layers = estimated(module, sample, on=on, efficiency=part, progress=progress)  # type: ignore[arg-type]
     else:
-        layers = measured_for(devices, module, sample, timeout=timeout, progress=progress)
+        where: dict[str, Any] = {}
+        if (real := real_devices(devices)) is not None:
+            workers = dict.fromkeys(resolve_workers(real, len(real)))
+            where["device"] = next(iter(workers)).device
+            if where["device"].type == "cpu":
+                where["threads"] = max(1, torch.get_num_threads() // len(workers))
+        layers = measured(module, sample, timeout=timeout, progress=progress, **where)  # type: ignore[arg-type]
     if not layers.timed:
         raise ValueError(
             "the profile has no times (on meta and on fake devices only sizes are measured), so "
@@ -208,23 +195,9 @@ def _profile(
     return layers
 
 
-def measured_for(
-    devices: Any, module: Any, sample: Any, *, timeout: float, progress: bool | None = None
-) -> Profile:
-    """Measures layers for these devices, as :func:`plan` does: on the first, if they are real."""
-    where: dict[str, Any] = {}
-    if (real := real_devices(devices)) is not None:
-        workers = dict.fromkeys(resolve_workers(real, len(real)))
-        where["device"] = next(iter(workers)).device
-        if where["device"].type == "cpu":  # as the workers share them out
-            where["threads"] = max(1, torch.get_num_threads() // len(workers))
-    return measured(module, sample, timeout=timeout, progress=progress, **where)
-
-
-def _with_speed(
-    machine: Machine, module: Any, sample: Any, real: tuple[Any, ...], timeout: float
-) -> Machine:
-    """The machine with the speed of its kinds of devices, as the layers run on them.
+def speeds_of(module: Any, sample: Any, real: Sequence[Any], timeout: float) -> tuple[float, ...]:
+    """By what factor each device is faster than the first, as the layers run on each kind of them;
+    empty if all are of one kind.
 
     Raises:
         ValueError: there are several kinds, and no layers to measure on them.
@@ -232,7 +205,7 @@ def _with_speed(
     places = places_of(real)
     kinds = {kind_of(place): place for place in reversed(places)}
     if len(kinds) == 1:
-        return machine
+        return ()
     if isinstance(module, Profile):
         raise ValueError(
             f"devices are of {len(kinds)} kinds ({', '.join(kinds)}), and a profile is of one: "
@@ -243,8 +216,7 @@ def _with_speed(
         found = measured(module, sample, timeout=timeout / len(kinds), device=place)
         size = found.sizes[-1]
         times[kind] = sum(layer.forward[size] + layer.backward[size] for layer in found.layers)
-    first = times[kind_of(places[0])]
-    return replace(machine, speed=tuple(first / times[kind_of(place)] for place in places))
+    return tuple(times[kind_of(places[0])] / times[kind_of(place)] for place in places)
 
 
 @dataclass(frozen=True)
@@ -282,80 +254,58 @@ class StagePlan:
         return self.mode == "recompute"
 
 
-@dataclass(frozen=True)
 class Plan:
     """What :func:`syncpipe.plan` chose. ``print(plan)`` explains it.
 
     Attributes:
-        terms: what it was made for: layers, devices, the mini-batch.
-        chosen: the plan itself.
+        terms, chosen: what it was made for, and the draft that it is.
         alternatives: what else could be done, with what it would take.
         devices: the real devices to run on, as a pipe takes them; None if they were only described.
         fixed: what was not to be chosen, of ``"chunks"``, ``"stages"`` and ``"schedule"``.
+        profile: what the layers cost.
+        machine: the devices.
+        batch_size: samples in a mini-batch.
+        balance: for each stage the number of its layers.
+        chunks: the number of micro-batches.
+        schedule: its name; ``"auto"`` for one that was made to measure.
+        slots: for each stage the most micro-batches in flight under 1F1B; None for other schedules.
+        checkpoint: for each stage the checkpoint mode. One that recomputes does so for all
+            micro-batches, as the last one stored would be beside one that is being recomputed; but
+            under GPipe for all but the last, which goes back at once.
+        device_of: for each stage the index of its device; some schedules want several on each.
+        replicas: for each stage the number of its devices.
+        step_time: seconds for forward and backward of one mini-batch, simulated; without the
+            optimizer.
+        samples_per_second: what that makes.
+        bound: seconds that no order of the same actions falls short of. It says how well the
+            schedule does what it could, not that no other plan is faster: another cut, or another
+            number of micro-batches, has a bound of its own.
+        certificate: simulated time by the bound: 1 is perfect.
+        interpreter_time: seconds of Python in the forwards of all stages, which no two threads do
+            at a time. No step is shorter, but for free-threaded builds of CPython, where it is 0.
+            What the pipe itself does for each cell comes on top.
+        compared: what :meth:`compare` found; empty before.
     """
 
-    terms: Terms
-    chosen: Draft
-    alternatives: tuple[Alternative, ...]
-    devices: tuple[Any, ...] | None = None
-    fixed: frozenset[str] = frozenset()
-
-    @property
-    def profile(self) -> Profile:
-        """What the layers cost."""
-        return self.terms.profile
-
-    @property
-    def machine(self) -> Machine:
-        """The devices."""
-        return self.terms.machine
-
-    @property
-    def batch_size(self) -> int:
-        """Samples in a mini-batch."""
-        return self.terms.batch_size
-
-    @property
-    def balance(self) -> list[int]:
-        """For each stage the number of its layers."""
-        return list(self.chosen.balance)
-
-    @property
-    def chunks(self) -> int:
-        """The number of micro-batches."""
-        return self.chosen.chunks
-
-    @property
-    def schedule(self) -> str:
-        """The name of the schedule; ``"auto"`` for one that was made to measure."""
-        return self.chosen.schedule
-
-    @property
-    def slots(self) -> list[int] | None:
-        """For each stage the most micro-batches in flight under 1F1B; None for other schedules."""
-        return None if self.chosen.form.slots is None else list(self.chosen.form.slots)
-
-    @property
-    def checkpoint(self) -> list[str]:
-        """For each stage the checkpoint mode.
-
-        A stage that recomputes does so for all micro-batches, as the last one stored would be
-        beside one that is being recomputed, but under GPipe for all but the last, which goes back
-        at once.
-        """
-        some = "except_last" if self.schedule == "gpipe" else "always"
-        modes = {"store": "never", "recompute": some, "offload": "offload"}
-        return [modes[mode] for mode in self.chosen.modes]
-
-    @property
-    def device_of(self) -> list[int]:
-        """For each stage the index of its device; some schedules want several stages on each."""
-        return list(self.chosen.form.device_of)
-
-    @property
-    def replicas(self) -> list[int]:
-        """For each stage the number of its devices."""
-        return list(self.chosen.form.replicas)
+    def __init__(
+        self, terms: Terms, chosen: Draft, alternatives: Sequence[Alternative],
+        devices: Sequence[Any] | None = None, fixed: Container[str] = (),
+    ) -> None:  # fmt: skip
+        form, self.fixed = chosen.form, fixed
+        self.terms, self.chosen, self.alternatives = terms, chosen, tuple(alternatives)
+        self.devices = None if devices is None else tuple(devices)
+        self.profile, self.machine, self.batch_size = terms.profile, terms.machine, terms.batch_size
+        self.balance, self.chunks = list(chosen.balance), form.m
+        self.schedule, self.slots = form.name, None if form.slots is None else list(form.slots)
+        recompute = "except_last" if self.schedule == "gpipe" else "always"
+        checkpoint = {"store": "never", "recompute": recompute, "offload": "offload"}
+        self.checkpoint = [checkpoint[mode] for mode in chosen.modes]
+        self.device_of, self.replicas = list(form.device_of), list(form.replicas)
+        self.step_time, self.bound = chosen.time, chosen.bound
+        self.samples_per_second = terms.batch_size / chosen.time if chosen.time else math.inf
+        self.certificate = chosen.time / chosen.bound if chosen.bound else 1.0
+        self.interpreter_time = chosen.interpreter
+        self.compared: tuple[Alternative, ...] = ()
 
     @cached_property
     def simulation(self) -> Simulation:
@@ -364,51 +314,18 @@ class Plan:
         return simulate(form.schedule, costs, form.recomputed(self.chosen.modes))
 
     @property
-    def step_time(self) -> float:
-        """Seconds for forward and backward of one mini-batch, simulated; without the optimizer."""
-        return self.chosen.time
-
-    @property
-    def samples_per_second(self) -> float:
-        """What that makes."""
-        return self.batch_size / self.step_time if self.step_time else math.inf
-
-    @property
     def bubble(self) -> float:
         """The fraction of the devices' time in which they are idle."""
         return self.simulation.bubble
 
-    @property
-    def bound(self) -> float:
-        """Seconds that no order of the same actions falls short of.
-
-        It says how well the schedule does what it could, not that no other plan is faster: another
-        cut, or another number of micro-batches, has a bound of its own.
-        """
-        return self.chosen.bound
-
-    @property
-    def certificate(self) -> float:
-        """Simulated time by the bound: 1 is perfect."""
-        return self.step_time / self.bound if self.bound else 1.0
-
-    @property
-    def interpreter_time(self) -> float:
-        """Seconds of Python in the forwards of all stages, which no two threads do at a time.
-
-        No step is shorter, but for free-threaded builds of CPython, where it is 0. What the pipe
-        itself does for each cell comes on top.
-        """
-        return self.chosen.interpreter
-
     @cached_property
     def stages(self) -> tuple[StagePlan, ...]:
         """What each stage has and does."""
-        chosen, costs, name = self.chosen, self.simulation.costs, self.machine.name
+        chosen, costs, names = self.chosen, self.simulation.costs, self.machine.names
         return tuple(
             StagePlan(
                 layers=tuple(layer.name for layer in self.profile.layers[i:j]),
-                device=", ".join(map(name, chosen.form.places[s])),
+                device=", ".join([names[d] for d in chosen.form.places[s]]),
                 forward=costs.forward[s],
                 backward=costs.backward_input[s] + costs.backward_weight[s],
                 send=(*costs.transfer, 0.0)[s],
@@ -421,11 +338,6 @@ class Plan:
             for s, (i, j) in enumerate(chosen.ends)
         )
 
-    @cached_property
-    def compared(self) -> tuple[Alternative, ...]:
-        """What :meth:`compare` found; empty before."""
-        return ()
-
     def compare(self) -> tuple[Alternative, ...]:
         """Look for plans under the other schedules, for as many devices and micro-batches.
 
@@ -436,7 +348,7 @@ class Plan:
             The best for each schedule, those that fit first, the fastest first.
         """
         if not self.compared and len(self.balance) > 1:
-            self.__dict__["compared"] = other_schedules(self.terms, self.chosen)
+            self.compared = other_schedules(self.terms, self.chosen)
         return self.compared
 
     def on(self, devices: Sequence[Any]) -> list[Any]:
@@ -475,7 +387,7 @@ class Plan:
 
     def timeline(self) -> Timeline:
         """Return the simulated step, to be shown or saved as a picture or for Perfetto."""
-        names = [self.machine.name(d) for d in range(self.chosen.form.devices)]
+        names = self.machine.names[: self.chosen.form.devices]
         rows = [f"{x} ({k})" if names.count(x) > 1 else x for k, x in enumerate(names)]
         title = f"{self.schedule}, {self.chunks} micro-batches, planned"
         return Timeline.of(self.simulation, title, rows=rows, unit="s")
@@ -484,14 +396,8 @@ class Plan:
         """Write the plan as a page of HTML: the verdict, the cut, the step, the memory of each
         device against its limit, and the alternatives.
 
-        The file needs nothing else, and follows the reader's choice of light or dark. The step is
-        drawn by matplotlib; without it the page has no picture of it.
-
-        Args:
-            path: ends in ``.html``.
-
-        Raises:
-            ValueError: it ends in something else.
+        The file, which ends in ``.html``, needs nothing else, and follows the reader's choice of
+        light or dark. The step is drawn by matplotlib; without it the page has no picture of it.
         """
         page.save(path, self)
 
@@ -499,23 +405,18 @@ class Plan:
         """Return numbers and strings, for JSON. Times are in seconds, memory in bytes."""
         names = (
             "batch_size balance replicas chunks schedule slots device_of checkpoint step_time "
-            "bubble bound certificate interpreter_time"
+            "samples_per_second bubble bound certificate interpreter_time"
         )
-
-        def finite(number: float) -> float | None:
-            return number if math.isfinite(number) else None  # JSON knows no infinity
-
-        return {name: getattr(self, name) for name in names.split()} | {
+        found = {name: getattr(self, name) for name in names.split()} | {
             "spread": self.profile.spread,
-            "samples_per_second": finite(self.samples_per_second),
-            "stages": [
-                {**vars(stage), "layers": list(stage.layers), "limit": finite(stage.limit)}
-                for stage in self.stages
-            ],
+            "stages": [{**vars(stage), "layers": list(stage.layers)} for stage in self.stages],
             "memory_of_devices": list(self.chosen.on_device),
-            "alternatives": [vars(alternative) for alternative in self.alternatives],
-            "schedules": [vars(alternative) for alternative in self.compared],
+            "alternatives": [one.as_dict() for one in self.alternatives],
+            "schedules": [one.as_dict() for one in self.compared],
         }
+        for numbers in (found, *found["stages"]):  # JSON knows no infinity
+            numbers.update({name: None for name, x in numbers.items() if x == math.inf})
+        return found
 
     def __str__(self) -> str:
         return page.text(self)

@@ -34,13 +34,13 @@ import torch
 from torch import Tensor
 
 from syncpipe.balance import balance_cost
-from syncpipe.balance.profile import in_bytes
 from syncpipe.options import consecutive
 from syncpipe.planner.chain import Mode, chunk_counts, doubles, ends_of, sizes_of, stage_counts
 from syncpipe.planner.draft import Draft, Form, Terms, one_f_one_b_form
 from syncpipe.planner.machine import Machine
 from syncpipe.planner.replicas import least_largest, replicated
 from syncpipe.schedules import SCHEDULES, auto, one_f_one_b
+from syncpipe.words import in_bytes
 
 __all__ = [
     "ANY", "AUTO", "LAYOUTS", "TITLES", "NoPlan", "check_schedule", "choose", "search",
@@ -485,7 +485,7 @@ def _nearest(terms: Terms, draft: Draft, how: str, ways: Sequence[str]) -> str:
         f"no plan{how} fits into memory. Nearest comes balance={list(draft.balance)} with "
         f"chunks={draft.chunks} under {draft.schedule!r}: {what} ({' and '.join(told)}) needs "
         f"{in_bytes(needs, up=True)}{modes[draft.modes[own[0]]]}, {in_bytes(needs - has, up=True)} "
-        f"more than the {in_bytes(has)} of {machine.name(d)}. What would make it fit: "
+        f"more than the {in_bytes(has)} of {machine.names[d]}. What would make it fit: "
         f"{', or '.join(ways)}"
     )
 

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from syncpipe.schedules.player import Costs, Simulation, Span, lanes
 from syncpipe.schedules.schedule import KINDS as ACTIONS
+from syncpipe.words import SECONDS, columns, duration, handy, three_digits
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -30,9 +31,6 @@ __all__ = ["KINDS", "Span", "Timeline", "compare", "save_comparison"]
 
 #: What a span can be.
 KINDS = (*ACTIONS, "transfer")
-
-#: The units of time that are known, the longest first.
-_SECONDS = {"s": 1.0, "ms": 1e-3, "us": 1e-6}
 
 
 class Timeline:
@@ -161,35 +159,29 @@ class Timeline:
     def table(self) -> str:
         """A line for each row and one for all: busy, idle and host time, what each kind took."""
         spans, time, n = self.spans, _total(self.windows), len(self.rows)
-        whole, whole_unit = _handy(self.unit, time)
-        factor, short_unit = _handy(self.unit, median([span.duration for span in spans] or [0.0]))
+        factor, unit = handy(self.unit, median([span.duration for span in spans] or [0.0]))
         kinds = [kind for kind in KINDS if any(span.kind == kind for span in spans)]
         host = ["host"] if _host(spans) is not None else []
         lines = [["", "busy", "idle", *host, *kinds]]
         busy = [*self.busy, math.fsum(self.busy)]
         for row, name in enumerate([*self.rows, "all"]):
             own = [span for span in spans if row in (span.row, n)]
-            line = [name, f"{_number(busy[row] * whole)} {whole_unit}"]
+            line = [name, duration(busy[row], self.unit)]
             line.append(f"{_idle(busy[row], time * (n if row == n else 1)):.1%}")
             if host:
                 running = _host(own)
-                line.append("-" if running is None else f"{_number(running * whole)} {whole_unit}")
+                line.append("-" if running is None else duration(running, self.unit))
             for kind in kinds:
-                took = [span.duration * factor for span in own if span.kind == kind] or [0.0]
-                shown = f"{len(took)} x {_number(fmean(took))} | {_number(median(took))}"
-                line.append(shown if any(span.kind == kind for span in own) else "-")
+                took = [span.duration * factor for span in own if span.kind == kind]
+                numbers = [three_digits(some(took)) for some in (fmean, median) if took]
+                line.append(f"{len(took)} x {' | '.join(numbers)}" if took else "-")
             lines.append(line)
-        widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-        text = [
-            "  ".join([line[0].ljust(widths[0]), *map(str.rjust, line[1:], widths[1:])])
-            for line in lines
-        ]
-        return "\n".join([*text, f"kinds: count x mean | median in {short_unit}", self._summary])
+        kinds_in = f"kinds: count x mean | median in {unit}"
+        return "\n".join([*columns(lines), kinds_in, self._summary])
 
     @property
     def _summary(self) -> str:
-        factor, unit = _handy(self.unit, self.makespan)
-        return f"makespan {_number(self.makespan * factor)} {unit}, bubble {self.bubble:.1%}"
+        return f"makespan {duration(self.makespan, self.unit)}, bubble {self.bubble:.1%}"
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write a file: ``.svg`` and ``.png`` are pictures, ``.json`` is for https://ui.perfetto.dev.
@@ -276,7 +268,7 @@ def _drawn(
             f'a picture needs matplotlib: pip install "syncpipe[plot]" ({error})'
         ) from error
     longest = max(timelines.values(), key=lambda timeline: timeline.makespan)
-    factor, unit = _handy(longest.unit, longest.makespan)
+    factor, unit = handy(longest.unit, longest.makespan)
     panels = []
     for title, timeline in timelines.items():
         spans, windows = timeline.spans, timeline.windows
@@ -316,20 +308,6 @@ def _host(spans: Sequence[Span]) -> float | None:
     return math.fsum(known) if known else None
 
 
-def _handy(unit: str, time: float) -> tuple[float, str]:
-    """A factor and a unit in which this time is a handy number."""
-    if unit not in _SECONDS or not time:
-        return 1.0, unit
-    seconds = time * _SECONDS[unit]
-    best = next((name for name, one in _SECONDS.items() if seconds >= one), "us")
-    return _SECONDS[unit] / _SECONDS[best], best
-
-
-def _number(value: float) -> str:
-    """Three digits that count, and all of those before the point."""
-    return f"{value:.{max(0, 3 - len(str(int(value))))}f}"
-
-
 def _trace(timeline: Timeline) -> dict[str, Any]:
     """Chrome's trace event format: complete events ("X"), and metadata ("M") that name threads."""
     events: list[dict[str, Any]] = []
@@ -347,7 +325,7 @@ def _trace(timeline: Timeline) -> dict[str, Any]:
             number = f" {lane + 1}" if lane else ""
             threads.append((f"{label} transfers{number}", [s for k, s in placed if k == lane]))
     name("process_name", 0, name=timeline.title or "syncpipe")
-    microseconds = _SECONDS.get(timeline.unit, 1.0) * 1e6
+    microseconds = SECONDS.get(timeline.unit, 1.0) * 1e6
     # From 2, as thread 1 of process 1 is for viewers the main thread.
     for tid, (label, spans) in enumerate(threads, start=2):
         name("thread_name", tid, name=label)

@@ -204,8 +204,8 @@ SGD = torch.optim.SGD([torch.ones(1)], lr=0.1)
     [
         (balance_cost, ([1, 2], 3), ValueError, r"partitions=3.*2 layers.*at most 2"),
         (balance_cost, ([1, 2], 0), ValueError, r"partitions=0.*at least 1"),
-        (balance_cost, ([1, 2], 1.0), ValueError, r"partitions=1\.0"),
-        (balance_cost, ([1, 2], True), ValueError, r"partitions=True"),
+        (balance_cost, ([1, 2], 1.0), TypeError, r"partitions=1\.0"),
+        (balance_cost, ([1, 2], True), TypeError, r"partitions=True"),
         (balance_cost, ([], 1), ValueError, r"0 layers"),
         (balance_cost, ([1, -2], 1), ValueError, r"cost\[1\]=-2.*not negative"),
         (balance_cost, ([1, float("nan")], 1), ValueError, r"cost\[1\]=nan"),

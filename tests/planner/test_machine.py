@@ -88,7 +88,8 @@ def test_links_inside_and_between_machines() -> None:
         ("8 x 16GB, 12GB", "bandwidth=' 12GB' cannot be read: write it like '12GB/s'"),
         ("8 x 16GB, 12GB/s, 4", "memory='16GB, 12GB/s'"),
         ("8 x 16GB +, 1GB/s", "memory=''"),
-        ("0 x 16GB, 1GB/s", "number of devices='0'"),
+        ("0 x 16GB, 1GB/s", "'0' in '0 x 16GB' must be a whole number of devices"),
+        ("eight x 16GB, 12GB/s", "'eight' in 'eight x 16GB' must be a whole number of devices"),
         ("2.5 x 16GB, 1GB/s", "'2.5 x 16GB' must be a whole number of devices"),
         ("1e9 x 16GB, 1GB/s", "whole number of devices, 1024 at most"),
         ("1000 x (8 x 16GB, 1GB/s), 2GB/s", "devices, 1024 at most"),
@@ -105,8 +106,7 @@ def test_a_description_that_cannot_be_read_says_which_part(text: str, match: str
 
 
 def test_what_is_given_beside_it() -> None:
-    with pytest.raises(TypeError, match=r"write \['cuda:0'\]"):
-        machine_of("cuda:0")
+    assert machine_of(" cpu:0, cpu:1", memory=1).names == ("cpu:0", "cpu:1")
     assert machine_of("3 x 16GB, 1GB/s", memory="8GB").memory == (8e9, 8e9, 8e9)
     assert machine_of("3 x 16GB, 1GB/s", memory=[1, "2B", math.inf]).memory == (1, 2, math.inf)
     machine = machine_of("2 x 16GB, 1GB/s", bandwidth=[[0, "2GB/s"], [3.0, 0]])
@@ -150,7 +150,9 @@ def test_a_machine() -> None:
     links = Machine.even(2).bandwidth
     assert not Machine((1.0, 2.0), links).uniform
     assert not Machine((1.0, 1.0), links, speed=(1.0, 2.0)).uniform
+    assert Machine.even(2, "16GB", "12GB/s", host="3GB/s") == Machine.even(2, 16e9, 12e9, 3e9)  # type: ignore[arg-type]
     for given, match in (
+        ({"host": "3GB"}, "host='3GB' cannot be read"),
         ({"memory": (), "bandwidth": ()}, "names no device"),
         ({"names": ("a",)}, "names is for 1 devices, but there are 2"),
         ({"speed": (1.0,)}, "speed is for 1 devices, but there are 2"),

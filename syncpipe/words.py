@@ -1,0 +1,59 @@
+"""How times, bytes, counts and tables are told."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Container, Sequence
+
+__all__ = ["SECONDS", "columns", "count", "duration", "handy", "in_bytes", "three_digits"]
+
+#: The units of time that are known, the longest first; those of memory, the shortest first.
+SECONDS = {"s": 1.0, "ms": 1e-3, "us": 1e-6}
+_BYTES = ("B", "kB", "MB", "GB", "TB")
+
+
+def handy(unit: str, time: float) -> tuple[float, str]:
+    """A factor and a unit in which this time is a handy number."""
+    if unit not in SECONDS or not time:
+        return 1.0, unit
+    seconds = time * SECONDS[unit]
+    best = next((name for name, one in SECONDS.items() if seconds >= 0.9995 * one), "us")
+    return SECONDS[unit] / SECONDS[best], best
+
+
+def three_digits(value: float) -> str:
+    """Three digits that count, and all of those before the point."""
+    return f"{value:.{max(0, 3 - len(str(int(value))))}f}"
+
+
+def duration(time: float, unit: str = "s") -> str:
+    """Three digits and a handy unit: 12.3 ms."""
+    factor, handy_unit = handy(unit, time)
+    return f"{three_digits(time * factor)} {handy_unit}"
+
+
+def in_bytes(number: float, *, up: bool = False) -> str:
+    """A size in a unit that fits: 12 B, 3.4 kB, 56.0 MB, 789 GB, powers of 1000; rounded ``up``."""
+    unit = 0
+    while abs(number) >= 999.5 and unit < len(_BYTES) - 1:
+        number, unit = number / 1000, unit + 1
+    digits = 0 if unit == 0 or abs(number) >= 99.5 else 1
+    if up:
+        number = math.ceil(number * 10**digits) / 10**digits
+    return f"{number:.{digits}f} {_BYTES[unit]}"
+
+
+def count(number: int, what: str, plural: str = "s") -> str:
+    return f"{number} {what}{'' if number == 1 else plural}"
+
+
+def columns(rows: Sequence[Sequence[str]], left: Container[int] = (0,)) -> list[str]:
+    """Lines whose cells stand below each other, to the right but for those of some columns."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return [
+        "  ".join(
+            cell.ljust(width) if k in left else cell.rjust(width)
+            for k, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ).rstrip()
+        for row in rows
+    ]
