@@ -21,6 +21,7 @@ from tests.support.running import (
     Dawdle,
     Do,
     Noise,
+    Using,
     another_thread,
     assert_same,
     on_gradient,
@@ -95,6 +96,26 @@ def test_what_is_recomputed_draws_what_was_drawn_or_is_known_from_the_next_call_
         assert sorted(layer.drawn) == list(filter(draws, range(6)))
         for noises in layer.drawn.values():  # in the forward, and when it was recomputed
             assert_same(noises, noises[:1] * 2)
+
+
+def test_a_layer_goes_on_with_its_own_numbers_after_a_pipe_in_it():
+    drawn = []
+
+    def layer(x, inner):
+        before, y = torch.rand(2), inner(x)
+        drawn.append((*before.tolist(), *torch.rand(2).tolist()))
+        return y
+
+    inner = pipe_of(nn.Sequential(nn.Dropout()))
+    pipe = pipe_of(nn.Sequential(nn.Linear(6, 6), Using(layer, inner), Using(layer, inner)))
+    found = []
+    for _ in range(2):
+        torch.manual_seed(4)
+        pipe.train_batch(X, X, loss_fn=lambda y, x: y.mean(), verify=False)
+        found.append(sorted(drawn))
+        assert len({number for numbers in drawn for number in numbers}) == 32
+        drawn.clear()
+    assert found[0] == found[1]
 
 
 # --- layers that draw in backward
