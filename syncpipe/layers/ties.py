@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -40,12 +40,6 @@ class Place(NamedTuple):
     def is_parameter(self) -> bool:
         """Whether it is one of the module's parameters, not of its buffers."""
         return self.name in self.module._parameters
-
-    @property
-    def tensor(self) -> Tensor:
-        """What is there."""
-        held: Any = self.module._parameters if self.is_parameter else self.module._buffers
-        return held[self.name]  # type: ignore[no-any-return]
 
     def __str__(self) -> str:
         return f"{self.full_name!r} (stage {self.stage})"

@@ -207,7 +207,7 @@ class _Check:
         order = ("none", "equal", "rounding", "different")
         found = [each.comparison for each in quiet]
         worst = max(found, key=lambda c: (order.index(c.status), c.distance), default=None)
-        run.outputs = worst or Comparison()
+        run.comparisons["outputs"] = worst or Comparison()
         if off := next((each for each in quiet if not each.comparison.same), None):
             what = f"outputs differ from the mini-batch's, {_far(off.comparison)}"
             self._find(run, what, str(off.layer), off.reason())
@@ -218,7 +218,7 @@ class _Check:
         if self._tried(run, partial(self._expected, tuple(range(self._m)))) is None:
             return
         if not self._loss_draws:
-            run.loss = Comparison("different" if self._loss_differs else "equal")
+            run.comparisons["loss"] = Comparison("different" if self._loss_differs else "equal")
         if self._loss_differs:
             self._find(run, "losses differ from that of the mini-batch", "", self._loss_differs)
 
@@ -237,17 +237,17 @@ class _Check:
         if made is None:
             return
         for column in COLUMNS:
-            setattr(run, column, compare(made[column], expected[column], self._rounding))
+            run.comparisons[column] = compare(made[column], expected[column], self._rounding)
         if not run.different:
             return
         where, reason = "", "not found: each layer gives the same in the pipe as plainly"
-        names = {name.split(".")[0] for name in run.gradients.names}
+        names = {name.split(".")[0] for name in run.comparisons["gradients"].names}
         if culprit := next((each for each in self._seen if each.suspicious), None):
             where, reason = str(culprit.layer), culprit.reason()
         elif off := [layer for layer in self._layers if layer.name in names]:
             where = f"{off[-1]}, by its gradients"  # the last one goes back first
         column = run.different[0]
-        what = f"{column} differ from the plain model's, {_far(getattr(run, column))}"
+        what = f"{column} differ from the plain model's, {_far(run.comparisons[column])}"
         self._find(run, what, where, reason)
 
     # --- what is found ---------------------------------------------------------------------------

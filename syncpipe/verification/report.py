@@ -9,7 +9,6 @@ from syncpipe.compare import Comparison
 
 __all__ = ["COLUMNS", "Finding", "Report", "Run"]
 
-_NOTHING = Comparison()
 COLUMNS = ("outputs", "loss", "gradients", "input_gradients", "buffers")
 
 
@@ -25,17 +24,11 @@ class Run:
     name: str
     beside: str
     of_pipe: bool
-    outputs: Comparison = _NOTHING
-    loss: Comparison = _NOTHING
-    gradients: Comparison = _NOTHING
-    input_gradients: Comparison = _NOTHING
-    buffers: Comparison = _NOTHING
+    comparisons: dict[str, Comparison] = field(
+        default_factory=lambda: dict.fromkeys(COLUMNS, Comparison())
+    )
     error: str = ""
     not_applicable: str = ""
-
-    @property
-    def comparisons(self) -> dict[str, Comparison]:
-        return {column: getattr(self, column) for column in COLUMNS}
 
     @property
     def different(self) -> list[str]:

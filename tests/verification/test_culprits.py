@@ -83,7 +83,7 @@ def test_the_layer_and_the_reason(name: str) -> None:
 
 def test_what_does_no_harm_is_no_fault() -> None:
     report = verify(pipe_of(linear(), Memory(), linear()), *batch(), loss_fn=F.cross_entropy)
-    assert report["1f1b"].gradients.status == "equal"
+    assert report["1f1b"].comparisons["gradients"].status == "equal"
     pipe = pipe_of(linear(), OwnGenerator(), linear(), checkpoint="never")
     assert verify(pipe, *batch(), loss_fn=F.cross_entropy).pipe_ok
     pipe = pipe_of(Send(), scale(), linear(), Receive(), balance=[2, 2])

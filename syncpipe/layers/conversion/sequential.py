@@ -9,7 +9,7 @@ import operator
 import warnings
 from collections.abc import Callable, Sequence
 from functools import partial
-from itertools import starmap
+from itertools import chain, starmap
 from typing import Any
 
 import torch
@@ -134,12 +134,8 @@ def _converted(
     # expanded to the batch. Where the layers give the same as the model all the same, nobody has to
     # be kept from it.
     for tensors, lines in found.unlike if not next(model.parameters()).is_meta else ():
-        guards = [
-            node
-            for run in found.runs.values()
-            for node in run.nodes
-            if node.target is guard and node.args[2] in lines
-        ]
+        nodes = chain.from_iterable(run.nodes for run in found.runs.values())
+        guards = [node for node in nodes if node.target is guard and node.args[2] in lines]
         asked: list[Any] = [node.args[0] for node in guards]
         if guards and all(node.target in (operator.eq, operator.ne) for node in asked):
             for node in guards:
