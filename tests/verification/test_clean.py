@@ -15,7 +15,7 @@ from torch.nn import functional as F
 
 from syncpipe import NoChunk, Pipe, sequential, verify
 from syncpipe.schedules import SCHEDULES, one_f_one_b
-from syncpipe.verification.report import COLUMNS, Report
+from syncpipe.verification.report import Report
 from tests.support.running import Do, Using
 from tests.support.skips import Receive
 from tests.support.training import FOUR, ROUND, V, any_schedule, fitting
@@ -61,17 +61,22 @@ def checked(pipe: Pipe, data: Any = None, loss_fn: Any = F.cross_entropy, **opti
     return verify(pipe, *(data or batch()), loss_fn=loss_fn, **options)
 
 
-def assert_exact(report: Report, *, beside: bool = True) -> None:
-    """Bits everywhere in the pipe; schedules that split backward add gradients up otherwise."""
+def assert_exact(report: Report, *, beside: bool = True, in_one_order: bool = True) -> None:
+    """Bits everywhere in the pipe, but for gradients that are added up in another order.
+
+    Those are so where a schedule splits backward, or has another order in each stage.
+    """
     assert report.pipe_ok, report
     assert report.ok or not beside, report
     for run in report.runs:
         if not run.of_pipe or run.not_applicable:
             continue
         splits = run.name.startswith(("zb", "v_", "dualpipev", "interleaved_zero"))
-        for column in COLUMNS:
-            exact = getattr(run, column).status in ("equal", "none")
-            assert exact or (splits and column == "gradients"), f"{run.name} {column}\n{report}"
+        for column, found in run.comparisons.items():
+            exact = found.status in ("equal", "none")
+            assert exact or ((splits or not in_one_order) and column == "gradients"), (
+                f"{run.name} {column}\n{report}"
+            )
 
 
 @settings(max_examples=50)
@@ -92,7 +97,11 @@ def test_any_pipe_of_a_clean_model_is_ok(data: st.DataObject) -> None:
     own = any_schedule(m, range(len(balance)), seed=seed, halves=False, in_order=True)
     schedule = data.draw(st.sampled_from(["naive", "gpipe", "1f1b", "zb_h1", "zb_h2", own]))
     report = checked(pipe, (x, y), schedules=[schedule])
-    assert_exact(report)
+    orders = {
+        tuple(a.i for row in own.actions for a in row if a.j == j and a.kind == "backward")
+        for j in range(len(balance))
+    }
+    assert_exact(report, in_one_order=schedule is not own or len(orders) == 1)
     assert report.runs[-1].comparisons["outputs"].status == "equal"
     assert str(report).splitlines()[-1].startswith("OK: the pipe computes")
 

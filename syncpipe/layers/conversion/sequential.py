@@ -9,7 +9,7 @@ import operator
 import warnings
 from collections.abc import Callable, Sequence
 from functools import partial
-from itertools import chain, starmap
+from itertools import chain
 from typing import Any
 
 import torch
@@ -17,12 +17,11 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from syncpipe.compare import Comparison, compare
-from syncpipe.data import flatten, leaf_names, places_of, tensors_in
+from syncpipe.data import flatten, leaf_names, places_of
 from syncpipe.layers.conversion.inline import Inlined
 from syncpipe.layers.conversion.layer import Holder, ModelNames, layers_of
 from syncpipe.layers.conversion.signature import Signature, call_input
 from syncpipe.layers.conversion.trace import Whole, guard
-from syncpipe.runtime.interrupts import undone
 from syncpipe.state import unchanged
 
 __all__ = ["Converted", "sequential"]
@@ -107,13 +106,14 @@ def sequential(
     on_meta = any(parameter.is_meta for parameter in model.parameters())
     if verify and on_meta:
         raise ValueError(f"{name} is on meta, where nothing can be compared: say verify=False")
-    if on_meta and not any(tensor.is_meta for tensor in tensors_in((sample_args, sample_kwargs))):
-        again = partial(sequential, model, *sample_args, verify=False, **sample_kwargs)
-        return _on_views(model, again)
     signature = Signature(model.forward, name)
     sample = signature.take(sample_args, sample_kwargs)
-    layers, notes = unchanged(model, partial(_converted, model, signature, sample, verify))
-    for note in notes:
+    found = unchanged(model, partial(_inlined, model, signature, sample))
+    layers = _layers(model, found)
+    layers.whole = found.whole
+    if verify:
+        _check_layers(model, layers, partial(signature.call, sample))
+    for note in found.notes:
         warnings.warn(note, stacklevel=2)
     for module in layers.modules():
         if isinstance(module, (Converted, Holder)):  # the others are as they were
@@ -121,15 +121,15 @@ def sequential(
     return layers
 
 
-def _converted(
-    model: nn.Module, signature: Signature, sample: list[Tensor], verify: bool
-) -> tuple[Converted, list[str]]:
+def _layers(model: nn.Module, found: Inlined) -> Converted:
+    runs = [found.runs[True], found.runs[False]]
+    return Converted(*layers_of(model, runs, found.signature))
+
+
+def _inlined(model: nn.Module, signature: Signature, sample: list[Tensor]) -> Inlined:
+    if not any(tensor.is_meta for tensor in sample):
+        _give_values(model)
     found = Inlined(model, signature, sample)
-
-    def layers() -> Converted:
-        return Converted(*layers_of(model, [found.runs[True], found.runs[False]], signature))
-
-    made = layers()
     # Guards of decisions that make no difference go. With one sample, say, something need not be
     # expanded to the batch. Where the layers give the same as the model all the same, nobody has to
     # be kept from it.
@@ -140,18 +140,33 @@ def _converted(
         if guards and all(node.target in (operator.eq, operator.ne) for node in asked):
             for node in guards:
                 node.meta["pure"] = True
-            without, call = layers(), partial(signature.call, tensors)
+            without, call = _layers(model, found), partial(signature.call, tensors)
             try:
                 same = all(_compared(model, without, call, mode).same for mode in (True, False))
             except Exception:  # a size that must be the sample's, or that the model refuses
                 same = False
-            made = without if same else made
             for node in guards:
                 node.meta["pure"] = same
-    made.whole = found.whole
-    if verify:
-        _check_layers(model, made, partial(signature.call, sample))
-    return made, found.notes
+    return found
+
+
+def _give_values(model: nn.Module) -> None:
+    """Puts values that take no memory in the place of tensors on ``meta``.
+
+    Some models look at values, ``if mask.all()``. Here each tensor is a view of a few numbers,
+    ``tensor[i, j, k] = numbers[i + j + k]``, as many as the sum of its sizes.
+    """
+    views: dict[int, Tensor] = {}
+    for module, _, name, tensor in list(places_of(model)):
+        if tensor.is_meta and id(tensor) not in views:
+            steps = torch.arange(max(1, sum(tensor.shape))) % 17 - 8
+            values = steps / 100 if tensor.is_floating_point() else steps * 0
+            view: Any = values.to(tensor.dtype).as_strided(tensor.shape, (1,) * tensor.dim())
+            if isinstance(tensor, nn.Parameter):
+                view = torch.Tensor._make_subclass(type(tensor), view, tensor.requires_grad)
+            view.__dict__.update(vars(tensor))
+            views[id(tensor)] = view
+        setattr(module, name, views.get(id(tensor), tensor))
 
 
 # Comparing
@@ -209,36 +224,3 @@ def _values(module: nn.Module, call: _Arguments, training: bool) -> dict[str, An
         grads = torch.autograd.grad(roots, list(leaves.values()), given, allow_unused=True)
         found |= {_GRADIENT + n: g for n, g in zip(leaves, grads, strict=True)}
     return found
-
-
-# On meta
-
-
-def _on_views(model: nn.Module, convert: Callable[[], Converted]) -> Converted:
-    """Converts a model on ``meta``, with values that take no memory meanwhile.
-
-    Some models look at values, ``if mask.all()``. Here each tensor is a view of a few numbers,
-    ``tensor[i, j, k] = numbers[i + j + k]``, as many as the sum of its sizes.
-    """
-    views: dict[int, Tensor] = {}
-    back: dict[int, Tensor] = {}
-    places = [(own, name, t) for _, own, name, t in places_of(model) if t.is_meta]
-    for _, _, tensor in places:
-        if id(tensor) not in views:
-            steps = torch.arange(max(1, sum(tensor.shape))) % 17 - 8
-            values = steps / 100 if tensor.is_floating_point() else steps * 0
-            view: Any = values.to(tensor.dtype).as_strided(tensor.shape, (1,) * tensor.dim())
-            if isinstance(tensor, nn.Parameter):
-                view = torch.Tensor._make_subclass(type(tensor), view, tensor.requires_grad)
-            view.__dict__.update(vars(tensor))
-            views[id(tensor)], back[id(view)] = view, tensor
-
-    def converted() -> Converted:
-        for own, name, tensor in places:
-            own[name] = views[id(tensor)]
-        return convert()
-
-    made = undone(converted, starmap(dict.__setitem__, places))
-    for _, own, name, tensor in places_of(made):
-        own[name] = back.get(id(tensor), tensor)
-    return made
