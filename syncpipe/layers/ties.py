@@ -41,6 +41,12 @@ class Place(NamedTuple):
         """Whether it is one of the module's parameters, not of its buffers."""
         return self.name in self.module._parameters
 
+    @property
+    def tensor(self) -> Tensor:
+        """What is there."""
+        found: Tensor = getattr(self.module, self.name)
+        return found
+
     def __str__(self) -> str:
         return f"{self.full_name!r} (stage {self.stage})"
 
