@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from syncpipe.runtime.errors import annotate
+from syncpipe.runtime.thread_state import uncompiled
 
 __all__ = ["explained", "outside", "refuse_backward", "target_hint", "unknown_attribute"]
 
@@ -86,7 +87,7 @@ def explained(function: Callable[_P, _R]) -> Callable[_P, _R]:
                 f"but was given {len(args) - 1} arguments: write "
                 f"{name}({', '.join(placed)}, {named[0]}=...)"
             )
-        return function(*args, **kwargs)
+        return uncompiled(function)(*args, **kwargs)
 
     return call
 

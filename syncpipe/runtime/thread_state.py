@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, _GeneratorContextManager, contextmanager
 from functools import lru_cache, partial
 from operator import call
-from typing import Any, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch.overrides import _get_current_function_mode_stack, _pop_mode, _push_mode
@@ -29,6 +29,7 @@ from torch.utils._device import DeviceContext
 
 from syncpipe.runtime.interrupts import undone
 
+_P = ParamSpec("_P")
 _T = TypeVar("_T")
 _C: Any = torch._C
 _AUTOCAST_TYPES = ("cpu", "cuda", "xpu", "mps", "hpu", "mtia", "maia", "xla", "privateuseone")
@@ -62,16 +63,17 @@ class inline(AbstractContextManager[None]):
         INLINE.reset(self._token)
 
 
-def driven(driver: Callable[..., Any], *args: Any, **options: Any) -> Any:
-    """Calls a driver out of sight of torch.compile: that is for layers, not for what is between.
-
-    Settings of the calling thread are as they were when it ends, Ctrl-C or not.
-    """
-    run = partial(driver, *args, **options)
+def uncompiled(function: Callable[_P, _T]) -> Callable[_P, _T]:
+    """A function out of sight of torch.compile: that is for layers, not for what is between."""
     if "torch._dynamo" not in sys.modules:
-        return settled(run)
+        return function
     disable: Any = torch.compiler.disable
-    return disable(settled)(run)
+    return disable(function)  # type: ignore[no-any-return]
+
+
+def driven(driver: Callable[..., Any], *args: Any, **options: Any) -> Any:
+    """Calls a driver; settings of the calling thread are then as they were, Ctrl-C or not."""
+    return uncompiled(settled)(partial(driver, *args, **options))
 
 
 @lru_cache(maxsize=1)

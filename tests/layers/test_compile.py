@@ -58,6 +58,14 @@ def test_a_compiled_step_around_a_pipe_runs_the_pipe():
     assert torch.equal(step(x), plain(nn.Sequential(*pipe), x * 2) + 1)
 
 
+def test_a_compiled_step_around_train_batch_trains():
+    pipe = pipe_of(nn.Sequential(nn.Linear(6, 6), nn.Tanh()))
+    x = torch.randn(8, 6)
+    steps = [lambda: pipe.train_batch(x * 2, loss_fn=torch.mean)]
+    steps.append(torch.compile(steps[0], backend="eager"))
+    assert torch.equal(*[step() for step in steps])
+
+
 class Drops(nn.Module):
     def __init__(self):
         super().__init__()
