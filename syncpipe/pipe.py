@@ -379,7 +379,7 @@ class Pipe(ModelNames):
         if not self._modules:
             return input
         check_input(input, self._layout.workers[0].device)
-        if not self._watched:
+        if not self._watched and torch._C._get_tracing_state() is None:
             cut = [tensor.chunk(self._chunks) for tensor in tensors_in(input) if tensor.dim()]
             self._watch([len(piece) for piece in chain(*cut)])
         output = self._drive(forward, input, chunks=self._chunks)

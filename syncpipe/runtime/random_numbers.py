@@ -123,7 +123,7 @@ def changed(generators: Sequence[torch.Generator], before: Sequence[Tensor]) -> 
 
 def draw_seed() -> int:
     """Draws the seed of a call from the caller's CPU generator, and nothing more."""
-    with LOCKS[_CPU], LOCKS.states, NoDispatch(), NoFunctions():
+    with LOCKS[_CPU], LOCKS.states, NoDispatch(), NoFunctions(), torch._C._DisableFuncTorch():
         return int(torch.empty((), dtype=torch.int64, device="cpu").random_().item())
 
 

@@ -109,6 +109,7 @@ class CallerState:
     Attributes:
         nested: whether the caller is inside of an ``autocast``, which clears the cache at its end.
         autocasts: what switches off, and on again, each kind of autocast that is on.
+        transformed: whether torch.func or torch.jit.trace looks, which cannot recompute anything.
         needs_inline: whether something is active that only the caller's own thread can honour.
     """
 
@@ -123,13 +124,17 @@ class CallerState:
         level, _ = map(call, (torch.autocast_increment_nesting, torch.autocast_decrement_nesting))
         self.nested = level > 1
         self.function_modes: list[Any] = _get_current_function_mode_stack()  # type: ignore[no-untyped-call]
+        self.transformed = (
+            _C._functorch.peek_interpreter_stack() is not None
+            or _C._get_tracing_state() is not None  # torch.jit.trace
+        )
+        self._subclasses = _C._is_torch_function_enabled()
         self._hooks = _C._autograd._top_saved_tensors_default_hooks(False)  # the innermost
         self.needs_inline = (
             _C._len_torch_dispatch_stack() > 0
             or _C._autograd._profiler_enabled()
             or not all(isinstance(mode, DeviceContext) for mode in self.function_modes)
-            or _C._functorch.peek_interpreter_stack() is not None
-            or _C._get_tracing_state() is not None  # torch.jit.trace
+            or self.transformed
             or _C._current_graph_task_id() != -1  # in backward, which must not wait
         )
 
@@ -141,6 +146,8 @@ class CallerState:
                 stack.enter_context(torch.inference_mode())
             stack.callback(_set, [get() for get, _ in _flags()])
             _set(self.values)
+            if self._subclasses and not _C._is_torch_function_enabled():  # in their `backward()`
+                stack.enter_context(_C._EnableTorchFunction())
             if self.nested:  # an autocast inside a layer must not clear the caller's cache
                 torch.autocast_increment_nesting()
                 stack.callback(torch.autocast_decrement_nesting)

@@ -78,7 +78,7 @@ class MiniBatch:
         alone = bool(RUNNING.get()) or len(pipeline.workers) == 1
         self.inline = inline or state.needs_inline or alone
         # Inside of a re-materialized cell of another pipe everything is dropped anyway.
-        recorded = state.grad and not (is_checkpointing() or is_recomputing())
+        recorded = state.grad and not (is_checkpointing() or is_recomputing() or state.transformed)
         self.modes = [checkpoint[s.j] if recorded else "never" for s in pipeline.stages]
         counts: dict[Any, int] = {"always": m, "except_last": m - 1}
         self.rematerialized = tuple(

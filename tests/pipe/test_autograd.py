@@ -162,6 +162,37 @@ def test_uses_of_gradients(mode, use, x):
         torch.testing.assert_close(ours, theirs)
 
 
+def jit(run, x):
+    return torch.jit.trace(run, x) if isinstance(run, nn.Module) else run
+
+
+TRANSFORMS = {
+    "grad": lambda run, x: torch.func.grad(lambda x: weigh(run(x)))(x),
+    "vmap": lambda run, x: torch.func.vmap(run)(torch.stack([x, x.flip(0)])),
+    "jacfwd": lambda run, x: torch.func.jacfwd(run)(x),
+    "jit.trace": lambda run, x: jit(run, x)(x.sin()),
+}
+
+
+@pytest.mark.filterwarnings("ignore")  # of torch.jit
+@pytest.mark.parametrize("transform", TRANSFORMS)
+def test_transforms_of_functions(mode, transform, x):
+    pipe, reference, _ = beside(mode, model())
+    torch.testing.assert_close(*[TRANSFORMS[transform](run, x) for run in (pipe, reference)])
+
+
+class Kept(torch.Tensor):
+    """What is made of it is of its class, and ``backward()`` runs without that."""
+
+
+@pytest.mark.parametrize("devices", [["cpu", "cpu"], ["cpu:0", "cpu:1"]])
+def test_a_subclass_of_tensor(mode, devices, x):
+    pipe, reference, copied = beside(mode, model(), devices=devices)
+    x = x.as_subclass(Kept)
+    assert type(pipe(x)) is Kept
+    assert_same(trained(pipe, pipe, x), trained(reference, copied, x))
+
+
 # --- layers out of the ordinary --------------------------------------------------------------
 
 
