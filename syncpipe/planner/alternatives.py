@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import Any
 
@@ -51,10 +51,27 @@ class Alternative:
 
 def alternatives_of(terms: Terms, chosen: Draft) -> tuple[Alternative, ...]:
     """The even split, torchgpipe's way, one device, shared stages, data parallelism."""
-    found: list[Alternative] = []
+    machine, found = terms.machine, list[Alternative]()
+    devices, layers = len(machine), len(terms.profile.layers)
     if len(chosen.balance) > 1:
-        found = [*_other_cuts(terms, chosen), _one_device(terms), *_shared_stages(terms, chosen)]
-    return (*found, *_data_parallel(terms))
+        kinds = {kind: d for d, kind in enumerate(zip(machine.memory, machine.speed, strict=True))}
+        alone = [
+            _copies(terms, "one device", [kinds[kind]], _NO_PIPE)
+            for kind in sorted(kinds, reverse=True)
+        ]
+        found = [*_other_cuts(terms, chosen), min(alone, key=_time), *_shared_stages(terms, chosen)]
+    copied = []
+    for d in range(2, devices + 1) if machine.uniform else ():
+        n = devices // d
+        if devices % d == terms.batch_size % d == 0 and n <= layers:
+            name = f"data parallelism, {d} copies" + f" of a pipeline of {n} stages" * (n > 1)
+            instead = _COPIES if n == 1 else _COPIES_OF_PIPES
+            copied.append(_copies(terms, name, range(n), instead, d))
+    return (*found, *sorted(copied, key=_time)[:2])
+
+
+def _time(one: Alternative) -> float:
+    return math.inf if one.time is None else one.time
 
 
 def other_schedules(terms: Terms, chosen: Draft) -> tuple[Alternative, ...]:
@@ -108,16 +125,25 @@ def _other_cuts(terms: Terms, chosen: Draft) -> Iterator[Alternative]:
         yield _of(terms, name, draft)
 
 
-def _one_device(terms: Terms) -> Alternative:
-    """The fastest of those into which all fits."""
-    machine, found = terms.machine, list[Alternative]()
-    kinds = {kind: d for d, kind in enumerate(zip(machine.memory, machine.speed, strict=True))}
-    for d in kinds.values():
-        alone = terms.on(machine.ordered([d]))
-        found += [_of(alone, "one device", draft, _NO_PIPE) for draft in search(alone)[:1]]
-    note = f"{in_bytes(max(machine.memory))} is too little"
-    none = Alternative("one device", None, note, _NO_PIPE)
-    return min(found, key=lambda one: one.time or 0.0, default=none)
+def _copies(
+    terms: Terms, name: str, devices: Sequence[int], instead: str, copies: int = 1
+) -> Alternative:
+    """Copies of the model, or of a pipeline on so many devices, that share the mini-batch.
+
+    A ring all-reduce over ``d`` copies sends ``2 (d-1) / d`` of the gradients of a stage.
+    """
+    machine, batch = terms.machine.ordered(devices), terms.batch_size // copies
+    part = Terms(terms.profile, machine, batch, terms.param_scale)
+    best = next(iter(search(part, stages=len(devices), improve=False)), None)
+    if best is None:
+        return Alternative(name, None, f"{in_bytes(machine.memory[0])} is too little", instead)
+    found = _of(part, name, best, instead)
+    if copies > 1:
+        largest = max(part.trained(i, j) for i, j in best.ends)
+        average = 2 * (copies - 1) / copies * largest / terms.machine.bandwidth[0][1]
+        note = f"{duration(average)} of it to average gradients, not overlapped"
+        found = replace(found, time=best.time + average, note=f"{note}; {found.note}")
+    return found
 
 
 def _shared_stages(terms: Terms, chosen: Draft) -> Iterator[Alternative]:
@@ -128,30 +154,3 @@ def _shared_stages(terms: Terms, chosen: Draft) -> Iterator[Alternative]:
     if max(draft.form.replicas) > max(chosen.form.replicas):
         shape = "-".join(map(str, draft.form.replicas))
         yield _of(terms, f"stages with replicas, {shape} (replicas=True)", draft)
-
-
-def _data_parallel(terms: Terms) -> list[Alternative]:
-    """The two fastest ways to have copies of the model, or of a shorter pipeline, on equal devices.
-
-    A ring all-reduce over ``d`` copies sends ``2 (d-1) / d`` of the gradients of a stage.
-    """
-    machine, found = terms.machine, []
-    devices, layers = len(machine), len(terms.profile.layers)
-    for d in range(2, devices + 1) if machine.uniform else ():
-        n = devices // d
-        if devices % d or terms.batch_size % d or n > layers:
-            continue
-        part = Terms(
-            terms.profile, machine.ordered(range(n)), terms.batch_size // d, terms.param_scale
-        )
-        name = f"data parallelism, {d} copies" + f" of a pipeline of {count(n, 'stage')}" * (n > 1)
-        best = next(iter(search(part, stages=n)), None)
-        time, note = None, f"does not fit into {in_bytes(machine.memory[0])}"
-        if best is not None:
-            largest = max(part.trained(i, j) for i, j in best.ends)
-            average = 2 * (d - 1) / d * largest / machine.bandwidth[0][1]
-            time = best.time + average
-            note = f"{duration(average)} of it to average gradients, not overlapped"
-        instead = _COPIES if n == 1 else _COPIES_OF_PIPES
-        found.append(Alternative(name, time, note, instead, best))
-    return sorted(found, key=lambda one: math.inf if one.time is None else one.time)[:2]

@@ -14,10 +14,10 @@ outputs. All that it held stands for the first, which is more than true for laye
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property, lru_cache
-from itertools import accumulate
+from functools import lru_cache
+from itertools import accumulate, chain, product
 from typing import Any
 
 from syncpipe.balance.profile import Profile
@@ -25,14 +25,10 @@ from syncpipe.planner.chain import Chain, Held, Mode, costs_of, ends_of, sizes_o
 from syncpipe.planner.machine import Machine
 from syncpipe.runtime.worker import has_lock
 from syncpipe.schedules import one_f_one_b
-from syncpipe.schedules.player import Costs, Simulation, play
-from syncpipe.schedules.schedule import KINDS, Kind, Schedule, devices_of
+from syncpipe.schedules.player import Costs, Simulation, lower_bound, play, quickest
+from syncpipe.schedules.schedule import HALVES, KINDS, Schedule, devices_of, stages_on
 
 __all__ = ["Draft", "Form", "Terms", "levels", "one_f_one_b_form"]
-
-#: Of a device, three numbers for each of its stages: micro-batches held, of these those that go
-#: back, of these those between their halves.
-Load = tuple[int, ...]
 
 
 class Form:
@@ -43,12 +39,12 @@ class Form:
         self.name, self.m, self.n = schedule.name, schedule.m, schedule.n
         self.in_flight = slots or schedule.in_flight
         self.split = not slots and bool(schedule.splits)
-        self.devices, stages = len(schedule.actions), range(self.n)
+        self.devices = len(schedule.actions)
         #: For each stage its devices, and the first of them; for each device its stages.
-        self.places = [devices_of(schedule.device_of, j) for j in stages]
+        self.places = [devices_of(schedule.device_of, j) for j in range(self.n)]
         self.device_of = tuple([place[0] for place in self.places])
         self.replicas = list(map(len, self.places))
-        self.stages_of = [[j for j in stages if d in self.places[j]] for d in range(self.devices)]
+        self.stages_of = stages_on(schedule.device_of)
 
     def recomputed(self, modes: Sequence[Mode]) -> list[int]:
         """How many micro-batches each stage recomputes: under GPipe all but the last, which goes
@@ -56,37 +52,29 @@ class Form:
         """
         return [(self.m - (self.name == "gpipe")) * (mode == "recompute") for mode in modes]
 
-    @cached_property
-    def loads(self) -> list[list[Load]]:
-        """What each device holds at its fullest moments."""
-        if self.devices == self.n and not self.split:
-            return [[(q, 1, 0)] for q in self.in_flight]
-        found: list[list[Load]] = []
-        for d in range(self.devices):
-            kept: list[Load] = []  # of a replica that gets no micro-batch nothing
-            for load in sorted({during for during, _ in self.moments(d)}, key=sum, reverse=True):
-                if not any(all(map(int.__ge__, other, load)) for other in kept):
-                    kept.append(load)
-            found.append(kept or [(0, 0, 0)])
-        return found
-
-    def moments(self, d: int) -> Iterator[tuple[Load, Load]]:
-        """What a device holds during each of its actions, and after it."""
-        place = {j: 3 * k for k, j in enumerate(self.stages_of[d])}
-        counts = [0] * (3 * len(place))
+    def levels(self, d: int, stages: Mapping[int, Held]) -> Iterator[float]:
+        """What a device holds of these of its stages, of which only one runs: before all, and
+        during and after each of its actions.
+        """
+        held = sum(x.fixed for x in stages.values()) + max(x.transient for x in stages.values())
+        yield held
         for kind, _, j in self.schedule.actions[d]:
-            k, half = place[j], kind == "backward_input"
-            if kind == "forward":
-                counts[k] += 1
-            elif KINDS[kind].sends == "gradient":
-                counts[k + 1] += 1
-                counts[k + 2] += half
-            during = tuple(counts)
-            if KINDS[kind].alive < 0:
-                counts[k] -= 1
-                counts[k + 1] -= 1
-                counts[k + 2] -= kind == "backward_weight"
-            yield during, tuple(counts)
+            if x := stages.get(j):
+                begun = x.once + x.halves * (kind in HALVES)
+                if kind == "forward":
+                    held += x.each
+                elif KINDS[kind].sends:
+                    held += begun
+                yield held
+                if KINDS[kind].alive < 0:
+                    held -= x.each + begun
+                yield held
+
+    def most(self, d: int, stages: Mapping[int, Held]) -> float:
+        """What a device holds of these of its stages at its fullest moment."""
+        if self.devices == self.n and not self.split:
+            return max(float(x.most(self.in_flight[j])) for j, x in stages.items())
+        return max(self.levels(d, stages))
 
 
 @lru_cache(maxsize=1024)
@@ -95,27 +83,16 @@ def one_f_one_b_form(m: int, slots: tuple[int, ...]) -> Form:
     return Form(one_f_one_b(m, len(slots), slots=slots), slots)
 
 
-def _total(load: Load, own: Sequence[Held]) -> float:
-    """What a device with these stages holds; of its stages only one runs."""
-    moving = (
-        load[3 * k] * x.each + load[3 * k + 1] * x.once + load[3 * k + 2] * x.halves
-        for k, x in enumerate(own)
-    )
-    return float(sum(x.fixed for x in own) + max(x.transient for x in own) + sum(moving))
-
-
 def levels(
     form: Form, simulation: Simulation, stages: Sequence[Held]
 ) -> list[list[tuple[float, float]]]:
     """For each device the times at which what it holds changes, and the bytes from then on."""
     found = []
-    for d, numbers in enumerate(form.stages_of):
-        own = [stages[j] for j in numbers]
-        steps = [(0.0, _total((0,) * 3 * len(own), own))]
-        spans = [s for s in simulation.spans if s.row == d and s.kind != "recompute"]
-        for span, (during, after) in zip(spans, form.moments(d), strict=True):
-            steps += [(span.start, _total(during, own)), (span.end, _total(after, own))]
-        found.append(steps)
+    for d, own in enumerate(form.stages_of):
+        spans = (s for s in simulation.spans if s.row == d and s.kind != "recompute")
+        times = [0.0, *chain.from_iterable((span.start, span.end) for span in spans)]
+        held = form.levels(d, {j: stages[j] for j in own})
+        found.append([*zip(times, held, strict=True)])
     return found
 
 
@@ -224,10 +201,6 @@ class Terms:
         ends = enumerate(ends_of(balance))
         return [self.held(form, s, i, j, modes[s]) for s, (i, j) in ends]
 
-    def _on_device(self, form: Form, d: int, stages: Sequence[Held]) -> float:
-        own = [stages[j] for j in form.stages_of[d]]
-        return max(_total(load, own) for load in form.loads[d])
-
     def trained(self, i: int, j: int) -> float:
         """Bytes of the parameters that layers ``[i, j)`` train."""
         return self._trained[j] - self._trained[i]
@@ -257,9 +230,9 @@ class Terms:
         modes: Sequence[Mode] | None = None,
         at_most: float = math.inf,
     ) -> Draft | None:
-        """What a cut takes, whether it fits or not (``excess``); None if its bound exceeds
-        ``at_most`` seconds. By default each stage does with its activations what fits, and of that
-        what takes the least time.
+        """What a cut takes, whether it fits or not (``excess``); None if it is sure to take more
+        than ``at_most`` seconds. By default each stage does with its activations what fits, and of
+        that what takes the least time.
         """
         key = (form.m, form.slots, tuple(balance))
         cached = form.slots is not None and modes is None
@@ -269,6 +242,8 @@ class Terms:
         modes = tuple(self._modes(form, balance, costs) if modes is None else modes)
         counts = form.recomputed(modes)
         python = self.interpreter(form.m, balance, counts)
+        if max(python, _waiting(form, costs, counts)) > at_most:
+            return None
         bound = max(python, self.bound(form, balance, costs, modes))
         if bound > at_most:
             return None
@@ -276,13 +251,10 @@ class Terms:
         time = play(form.schedule.actions, form.m, device_of, costs, counts).makespan
         exchange = self._exchange(form, balance)
         time = (bound if bound > time * (1 + 1e-9) else time) + exchange
-        stages = self.stages(form, balance, modes)
-        on_device = tuple(self._on_device(form, d, stages) for d in range(form.devices))
-        memory = [on_device[d] for d in form.device_of]
-        for j in range(form.n) if form.devices < form.n else ():
-            d = form.device_of[j]
-            k = 3 * form.stages_of[d].index(j)
-            memory[j] = max(_total(load[k : k + 3], [stages[j]]) for load in form.loads[d])
+        stages = dict(enumerate(self.stages(form, balance, modes)))
+        parts = [{j: stages[j] for j in own} for own in form.stages_of]
+        on_device = tuple(form.most(d, own) for d, own in enumerate(parts))
+        memory = (form.most(d, {j: stages[j]}) for j, d in enumerate(form.device_of))
         shares = (a / b for a, b in zip(on_device, self.machine.memory, strict=False))
         draft = Draft(
             form, tuple(balance), modes, time, tuple(memory), on_device, max(1.0, *shares), python,
@@ -295,63 +267,60 @@ class Terms:
     def bound(
         self, form: Form, balance: Sequence[int], costs: Costs, modes: Sequence[Mode]
     ) -> float:
-        """No order of these actions takes less: see docs/planning.md.
-
-        A device waits until a micro-batch has come through the stages before its own, has all of
-        its work to do, and its last gradient goes back through them.
-        """
-        m, last, counts = form.m, costs.last or costs, form.recomputed(modes)
-        back: Kind = "backward_input" if form.split else "backward"
-
-        def whole(part: str) -> list[float]:
-            """Seconds for all micro-batches; one of several replicas has its share at least."""
-            both = zip(getattr(costs, part), getattr(last, part), form.replicas, strict=True)
-            return [((m - 1) * one + end) / r for one, end, r in both]
-
-        work = list(map(sum, zip(whole("forward"), whole("backward_input"), strict=True)))
-        late, heads, tails = whole("backward_weight"), [0.0], [0.0]
-        for j, (count, r) in enumerate(zip(counts, form.replicas, strict=True)):
-            again = min(count, m - 1) * costs.recompute[j] + (count == m) * last.recompute[j]
-            work[j] += again / r
-        for j, way in enumerate(map(min, costs.transfer, last.transfer)):
-            way *= form.device_of[j] != form.device_of[j + 1]
-            heads.append(heads[j] + min(x.times["forward"][j] for x in (costs, last)) + way)
-            tails.append(tails[j] + min(x.times[back][j] for x in (costs, last)) + way)
-        bound = 0.0
-        for own in form.stages_of:
-            stored = [self.chain(m).run(*ends_of(balance)[j]).stored / form.replicas[j]
-                      for j in own if modes[j] == "offload"]  # fmt: skip
-            after = sum(late[j] for j in own)
-            # Nothing waits for weight halves.
-            after = max(tails[own[0]], after) if form.split else tails[own[0]] + after
-            link = self.link_time(m, sum(stored)) + tails[own[0]] if stored else 0.0
-            bound = max(bound, heads[own[0]] + max(sum(work[j] for j in own) + after, link))
-        return bound
+        """No order of these actions takes less (:func:`.lower_bound`)."""
+        taken = []
+        for own in form.stages_of if "offload" in modes else ():
+            sent = (self.chain(form.m).run(*ends_of(balance)[j]).stored / form.replicas[j]
+                    for j in own if modes[j] == "offload")  # fmt: skip
+            taken.append(self.link_time(form.m, sum(sent)))
+        counts, device_of = form.recomputed(modes), form.schedule.device_of
+        return lower_bound(form.m, device_of, costs, counts, form.split, taken)
 
     def _modes(self, form: Form, balance: Sequence[int], costs: Costs) -> list[Mode]:
-        """For each stage what it does with activations: first those that save most for their time,
-        until the device fits; where nothing is enough, what needs least.
+        """For each stage what it does with activations: of what fits on its device together with
+        the other stages there what takes the least time; where nothing fits, what needs least.
         """
         ends, m = ends_of(balance), form.m
         chosen: list[Mode] = ["store"] * form.n
-        stages = self.stages(form, balance, chosen)
+
+        def longer(j: int, mode: Mode) -> float:
+            forward = m * costs.forward[j]
+            if mode == "offload":
+                link: float = self.link_time(m, self.chain(m).run(*ends[j]).stored)
+                return max(0.0, link - forward - m * costs.times["backward"][j])
+            return forward * (mode == "recompute")
+
         for d, own in enumerate(form.stages_of):
-            needs, limit = self._on_device(form, d, stages), self.machine.memory[d]
-            left = [(j, mode) for j in own for mode in self.modes[1:]]
-            while needs > limit and left:
-                ways = []
-                for j, mode in left:
-                    other = self.held(form, j, *ends[j], mode)
-                    less = self._on_device(form, d, [*stages[:j], other, *stages[j + 1 :]])
-                    time = m * costs.forward[j]
-                    if mode == "offload":
-                        link = self.link_time(m, self.chain(m).run(*ends[j]).stored)
-                        time = max(0.0, link - time - m * costs.times["backward"][j])
-                    gain = (needs - less) / (time or 1e-30)
-                    ways.append((less > limit, time if less <= limit else -gain, less, j, mode))
-                _, _, less, j, mode = min(ways)
-                left.remove((j, mode))
-                if less < needs:
-                    chosen[j], needs = mode, less
-                    stages[j] = self.held(form, j, *ends[j], mode)
+            best, limit = (True, math.inf), self.machine.memory[d]
+            for modes in product(self.modes, repeat=len(own)):
+                pairs = [*zip(own, modes, strict=True)]
+                stages = {j: self.held(form, j, *ends[j], mode) for j, mode in pairs}
+                needs = form.most(d, stages)
+                rank = needs > limit, needs if needs > limit else sum(longer(*x) for x in pairs)
+                if rank < best:
+                    best = rank
+                    for j, mode in pairs:
+                        chosen[j] = mode
+                if best == (False, 0.0):
+                    break
         return chosen
+
+
+def _waiting(form: Form, costs: Costs, counts: Sequence[int]) -> float:
+    """What 1F1B takes at least with these slots, as :mod:`syncpipe.planner.search` explains."""
+    if not form.slots or costs.last:
+        return 0.0
+    heads, tails = quickest(form.schedule.device_of, costs, False)
+    backs, m, least = costs.times["backward"], form.m, 0.0
+    there = heads[-1] + costs.forward[-1] + backs[-1] + tails[-1]
+    for j, q in enumerate(form.slots):
+        f, b, pre = costs.forward[j], backs[j], heads[j] + tails[j]
+        right, r = there - pre - f - b, b + costs.recompute[j] * bool(counts[j])
+        work = m * (f + r)
+        if q < m:
+            rest = right - (r - b) * (j + 1 < form.n)
+            work += max(0.0, rest - (q - 1) * f) + max(0.0, rest - (q - 1) * r)
+        else:
+            work = max(work, f + right + b + (m - 1) * r, m * f + right + b)
+        least = max(least, pre + work, pre + -(-m // q) * (f + right + b))
+    return least * (1 - 1e-9)

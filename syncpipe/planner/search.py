@@ -23,7 +23,7 @@ from __future__ import annotations
 import heapq
 import math
 from bisect import bisect_left
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import lru_cache
@@ -50,12 +50,11 @@ __all__ = [
 #: So many actions are played for another schedule, and for a line of a comparison; and so many
 #: cells it has at most.
 _LONG, _SHORT, _CELLS = 300_000, 30_000, 4096
-#: So many drafts are improved, one of each cut first, with so many actions to play, if they are at
+#: So many drafts are improved, with so many actions to play for all and for each, if they are at
 #: most so many times as slow as the best.
-_IMPROVED, _WORK, _PROMISING = 32, 600_000, 1.2
-#: So many of those that are cut anew near the best one are improved, with so many actions for each,
-#: and for all.
-_AROUND, _EACH, _NEAR = 8, 250_000, 1_000_000
+_IMPROVED, _WORK, _EACH, _PROMISING = 32, 600_000, 100_000, 1.2
+#: Slots near others have so many more.
+_NEAR = (0, 1, 2, -1)
 _MOST_DEVICES = 64
 #: Cuts are looked for at so many boundaries, and then at those near the ones that were found.
 _BOUNDARIES = 256
@@ -84,8 +83,8 @@ def _rank(draft: Draft) -> tuple[float, ...]:
 class Program:
     """Finds cuts for one number of micro-batches."""
 
-    def __init__(self, terms: Terms, m: int) -> None:
-        self.terms, self.count = terms, m
+    def __init__(self, terms: Terms, m: int, boundaries: int) -> None:
+        self.terms, self.count, self.boundaries = terms, m, boundaries
         self.chain, self.machine = terms.chain(m), terms.machine
         #: The last one may be smaller, and counts as the part of the others that it is.
         self.m = terms.batch_size / sizes_of(terms.batch_size, m)[0]
@@ -94,6 +93,7 @@ class Program:
         self.sent = [2 * sums[k] / (k + 1) for k in reversed(range(layers))] + [0.0]
         self._runs = lru_cache(maxsize=4)(self.chain.runs)
         self._stage = lru_cache(maxsize=64)(self._bounds)
+        self.cut = lru_cache(maxsize=None)(self._cuts)
 
     def lowest(self, n: int) -> float:
         """Seconds that no cut into ``n`` stages falls short of.
@@ -107,7 +107,7 @@ class Program:
         longest = max(b - a for a, b in pairwise(sums)) / max(speed)
         return max(share, m * longest, m * sums[-1] / sum(speed)) * (1 - NOTICED)
 
-    def cut(self, n: int, slots: Slots = ()) -> tuple[float, Balance]:
+    def _cuts(self, n: int, slots: Slots = ()) -> tuple[float, Balance]:
         """The least bound of the cuts into ``n`` stages, and the cut with it.
 
         By default as many micro-batches are in flight on each stage as fit. The bound is infinite
@@ -116,13 +116,11 @@ class Program:
         layers = len(self.chain)
         if n == 1:
             return self._cut(1, slots, (0, layers))[0], (layers,)
-        step = -(-layers // _BOUNDARIES)
+        step = -(-layers // self.boundaries)
         value, ends = self._cut(n, slots, (*range(0, layers, step), layers))
-        if step > 1 and value < math.inf:
+        if step > 1 and ends:
             near = {end + k for end in ends for k in range(-2 * step, 2 * step + 1)}
             value, ends = self._cut(n, slots, tuple(sorted(near & {*range(layers + 1)})))
-        elif step > 1 and not slots:  # what asks for more in flight fits even less
-            value, ends = self._cut(n, slots, tuple(range(layers + 1)))
         return value, tuple(b - a for a, b in pairwise(ends))
 
     def _cut(self, n: int, slots: Slots, at: tuple[int, ...]) -> tuple[float, list[int]]:
@@ -196,6 +194,7 @@ class Program:
             few = torch.maximum(f + (m - 1) * r, m * f) + after + b
             work = m * (f + r)
             own = torch.where(q < self.count, work + waits, torch.maximum(work, few))
+            own = torch.maximum(own, (math.floor(m) / q).ceil() * (f + after + b))
             if mode == "offload":
                 own = torch.maximum(own, self.terms.link_time(m, run.stored))
             best = torch.where(more > 0, best, torch.minimum(best, own))
@@ -204,13 +203,19 @@ class Program:
         return best + before
 
 
-def search(terms: Terms, *, chunks: Chunks = None, stages: int | None = None) -> list[Draft]:
+def search(
+    terms: Terms, *, chunks: Chunks = None, stages: int | None = None, improve: bool = True,
+    boundaries: int = _BOUNDARIES,
+) -> list[Draft]:  # fmt: skip
     """The ways to run the layers under 1F1B that fit, the fastest first.
 
     Best first: what is known of a number of micro-batches and one of stages is a step time that it
     cannot fall short of. What is found for it depends on nothing but itself and the first devices:
     so a plan on fewer devices is among those for more, and the numbers of micro-batches are the
     same for any memory. One stage is one device that takes micro-batches one after another.
+
+    The best of each cut are improved, and then what is cut anew for slots near those of the best of
+    all, as long as that helps.
 
     Returns:
         The best for each number of stages that was not left out; empty if nothing fits.
@@ -220,34 +225,43 @@ def search(terms: Terms, *, chunks: Chunks = None, stages: int | None = None) ->
     """
     layers = len(terms.profile.layers)
     counts = stage_counts(layers, len(terms.machine), stages)
-    programs = {m: Program(terms, m) for m in chunk_counts(terms.batch_size, chunks)}
+    numbers = chunk_counts(terms.batch_size, chunks)
+    programs = {m: Program(terms, m, boundaries) for m in numbers}
     tasks: list[tuple[float, int, int, bool]] = []
     for m, program in programs.items():
         python = terms.interpreter(m, (layers,), [0])
         tasks += [(_rounded(max(program.lowest(n), python)), m, n, False) for n in counts]
     heapq.heapify(tasks)
-    found: dict[Draft, float] = {}
-    fastest, work = math.inf, _WORK
+    found, fastest = list[Draft](), math.inf
     while tasks and tasks[0][0] < fastest * (1 - NOTICED):
         low, m, n, bounded = heapq.heappop(tasks)
         if bounded:
-            for draft in _drafts(programs[m], n, low):
-                found[draft] = low
-                fastest = min(fastest, draft.time)
+            found += _drafts(programs[m], n, _families(n, m), low)
+            fastest = min([fastest, *(draft.time for draft in found)])
         elif (value := programs[m].cut(n)[0]) < math.inf:
             heapq.heappush(tasks, (max(low, _rounded(value)), m, n, True))
-    pool, cuts, best = sorted(found, key=_rank), dict[Any, Draft](), dict[int, Draft]()
-    for draft in pool:
-        cuts.setdefault((draft.chunks, draft.balance), draft)
-        best.setdefault(len(draft.balance), draft)
-    for draft in [*dict.fromkeys([*cuts.values(), *pool])][:_IMPROVED]:
-        if draft.time < fastest * _PROMISING and found[draft] < fastest * (1 - NOTICED):
-            better, work = improved(terms, draft, work)
-            n, fastest = len(draft.balance), min(fastest, better.time)
-            best[n] = min(best[n], better, key=_rank)
-    if best:
-        n = min(best, key=lambda n: best[n].rank)
-        best[n] = _around(programs[best[n].chunks], best[n])
+    coarse = not found and boundaries < layers
+    if coarse and any(_least_share(terms, max(numbers), n)[0] <= 1 for n in counts):
+        choice: dict[str, Any] = {"chunks": chunks, "stages": stages, "improve": improve}
+        return search(terms, **choice, boundaries=layers)
+    best, before, work = dict[int, Draft](), math.inf, _WORK
+    while found:
+        cuts = dict[tuple[int, Balance], Draft]()
+        for draft in sorted(found, key=_rank):
+            cuts.setdefault((draft.chunks, draft.balance), draft)
+            best.setdefault(len(draft.balance), draft)
+        for draft in [*cuts.values()][:_IMPROVED] if improve else ():
+            if draft.time < fastest * _PROMISING:
+                each = min(work, _EACH)
+                draft, left = improved(terms, draft, each)
+                n, work, fastest = len(draft.balance), work - each + left, min(fastest, draft.time)
+                best[n] = min(best[n], draft, key=_rank)
+        first = min(best.values(), key=_rank)
+        found, m, n, own = [], first.chunks, first.form.n, first.form.in_flight
+        if improve and first.time < before and first.time > first.bound * (1 + NOTICED):
+            near = [(*(min(m, max(1, q + step)) for q in own[:-1]), own[-1]) for step in _NEAR]
+            found = _drafts(programs[m], n, near * (n > 1), 0.0, first.time, own)
+        before = first.time
     return sorted(best.values(), key=_rank)
 
 
@@ -257,38 +271,33 @@ def _rounded(bound: float) -> float:
 
 
 def _families(n: int, m: int) -> list[Slots]:
-    """Slots of each stage: as many as fit (empty), those that hide transfers, the textbook's, half
-    of these, a third, a quarter, and one.
+    """Slots of each stage: as many as fit (empty), those that hide transfers, the textbook's, what
+    is halfway between, half of the textbook's, a third, a quarter, and one.
     """
-    parts = [tuple(min(m, -(-(n - s) // part)) for s in range(n)) for part in (1, 2, 3, 4)]
-    return [(), tuple(min(m, 2 * (n - s) - 1) for s in range(n)), *parts, (1,) * n]
+    more = [tuple(min(m, n - s + (n - s - 1) // part) for s in range(n)) for part in (1, 2)]
+    less = [tuple(min(m, -(-(n - s) // part)) for s in range(n)) for part in (1, 2, 3, 4)]
+    return [(), *more, *less, (1,) * n] if n > 1 else [(1,)]
 
 
-def _drafts(program: Program, n: int, low: float) -> Iterator[Draft]:
-    """What becomes of the cuts of all families."""
-    fastest = math.inf
-    for family in dict.fromkeys(_families(n, program.count)) if n > 1 else [(1,)]:
-        if fastest > low * (1 + NOTICED):
-            for draft in _cut_anew(program, n, family, fastest):
+def _drafts(
+    program: Program, n: int, families: Iterable[Slots], enough: float = 0.0,
+    fastest: float = math.inf, *more: Slots,
+) -> list[Draft]:  # fmt: skip
+    """What fits of the cuts with the least bounds for these slots, with them and with others, as
+    many of them as fit; until one takes no longer than is enough.
+    """
+    terms, m, found = program.terms, program.count, list[Draft]()
+    for slots in dict.fromkeys(families):
+        balance = program.cut(n, slots)[1] if fastest > enough * (1 + NOTICED) else ()
+        caps = (slots or (m,) * n, *_families(n, m)[1:4], *more)
+        fitting = (_fitting(terms, balance, m, modes, cap) for cap in caps for modes in (1, 2))
+        for some in dict.fromkeys(filter(None, fitting)):
+            form, at_most = one_f_one_b_form(m, some), fastest * _PROMISING
+            draft = terms.draft(form, balance, at_most=at_most)
+            if draft is not None and draft.excess <= 1:
+                found.append(draft)
                 fastest = min(fastest, draft.time)
-                yield draft
-
-
-def _cut_anew(program: Program, n: int, slots: Slots, at_most: float, *more: Slots) -> list[Draft]:
-    """The cut with the least bound for these slots: what fits of it with them and with others, as
-    many of them as fit.
-    """
-    terms, m = program.terms, program.count
-    value, balance = program.cut(n, slots)
-    if value == math.inf:
-        return []
-    caps = (slots or (m,) * n, *_families(n, m)[1:3], *more)
-    fitting = (_fitting(terms, balance, m, modes, cap) for cap in caps for modes in (1, 2))
-    drafts = (
-        terms.draft(one_f_one_b_form(m, some), balance, at_most=at_most * _PROMISING)
-        for some in dict.fromkeys(filter(None, fitting))
-    )
-    return [draft for draft in drafts if draft is not None and draft.excess <= 1]
+    return found
 
 
 def _fitting(terms: Terms, balance: Balance, m: int, modes: int, limits: Slots) -> Slots | None:
@@ -308,21 +317,6 @@ def _fitting(terms: Terms, balance: Balance, m: int, modes: int, limits: Slots) 
             return None
         slots.append(q)
     return tuple(slots)
-
-
-def _around(program: Program, best: Draft) -> Draft:
-    """The best after cutting anew for slots near its own."""
-    m, n, before, work = program.count, len(best.balance), math.inf, _NEAR
-    while n > 1 and best.time < before and best.time > best.bound * (1 + NOTICED):
-        before, found, own = best.time, dict[Draft, None](), best.form.in_flight
-        for step in (0, 1, 2, -1):
-            slots = tuple(min(m, max(1, q + step)) for q in own[:-1]) + own[-1:]
-            found |= dict.fromkeys(_cut_anew(program, n, slots, best.time, own))
-        for draft in sorted(found, key=_rank)[:_AROUND]:
-            each = min(work, _EACH)
-            better, left = improved(program.terms, draft, each)
-            best, work = min(best, better, key=_rank), work - each + left
-    return best
 
 
 def search_orders(terms: Terms, **choice: Any) -> tuple[tuple[int, ...], list[Draft]]:
@@ -507,13 +501,9 @@ def shared(terms: Terms, chunks: Chunks = None) -> Draft:
 
 
 def variants(
-    terms: Terms,
-    found: Sequence[Draft],
-    names: Iterable[str],
-    sizes: Sequence[tuple[int, int]],
-    work: int = _SHORT,
-    stages: int | None = None,
-) -> list[Draft]:
+    terms: Terms, found: Sequence[Draft], names: Iterable[str], sizes: Sequence[tuple[int, int]],
+    work: int = _SHORT, stages: int | None = None,
+) -> list[Draft]:  # fmt: skip
     """For each schedule the fastest plan that fits, or what comes nearest to fitting; without those
     that cannot be laid out on the devices, or take too long to be made to measure.
 
@@ -521,15 +511,29 @@ def variants(
     micro-batches to try. For each schedule so many actions may be played.
     """
     names, found = [*names], [draft for draft in found if len(draft.balance) > 1]
-    every = [name for name in LAYOUTS if name != AUTO and (name in names or AUTO in names)]
-    best = {name: _named(terms, name, found, sizes, work, stages) for name in every}
-    if AUTO in names:
-        fitting = sorted((one for one in best.values() if one and one.excess <= 1), key=_rank)
-        starts = [one for one in [*found[:1], *fitting[:2]] if stages in (None, one.form.n)]
-        small = all(one.chunks * one.form.n * 50 <= work for one in starts)
-        made = [one for start in starts if small for one in _made_to_measure(terms, start)]
-        best[AUTO] = min(made, key=_rank, default=None)
-    return [draft for name in names if (draft := best[name]) is not None]
+    best = dict[str, Draft]()
+    for name in LAYOUTS if AUTO in names else names:
+        drafts = list[Draft]()
+        if name == AUTO:
+            fitting = sorted((one for one in best.values() if one.excess <= 1), key=_rank)
+            starts = [one for one in [*found[:1], *fitting[:2]] if stages in (None, one.form.n)]
+            small = all(one.chunks * one.form.n * 50 <= work for one in starts)
+            drafts = [one for start in starts if small for one in _made_to_measure(terms, start)]
+        for p, m in sizes if name != AUTO else ():
+            line = tuple(range(p))
+            shapes = {_LINE: [line], _V: [line + line[::-1]], _ROUNDS: [line * 2, line * 3]}
+            for device_of in shapes[LAYOUTS[name][1]]:
+                if len(device_of) <= len(terms.profile.layers) and stages in (None, len(device_of)):
+                    form = Form(SCHEDULES[name](m, device_of))
+                    cuts = dict.fromkeys(_starts(terms, form, found))
+                    own = (terms.draft(form, balance) for balance in cuts)
+                    drafts.append(min(filter(None, own), key=_rank))
+        if name != AUTO:
+            tried = sorted(drafts, key=_rank)[:3]
+            drafts = [improved(terms, one, work // 3)[0] for one in tried]
+        if drafts:
+            best[name] = min(drafts, key=_rank)
+    return [best[name] for name in names if name in best]
 
 
 def _sizes(
@@ -546,29 +550,6 @@ def _sizes(
         counts = tuple({m for at in near for m in counts[max(0, at - 2) : at + 2]})
     few = sorted((p for p in devices if p > 1 or most == 1), reverse=True)
     return [*product(few, sorted(counts))]
-
-
-def _named(
-    terms: Terms,
-    name: str,
-    found: Sequence[Draft],
-    sizes: Sequence[tuple[int, int]],
-    work: int,
-    stages: int | None,
-) -> Draft | None:
-    """The best cut for a schedule, in all sizes that can be laid out on the devices."""
-    drafts: list[Draft] = []
-    for p, m in sizes:
-        line = tuple(range(p))
-        shapes = {_LINE: [line], _V: [line + line[::-1]], _ROUNDS: [line * 2, line * 3]}
-        for device_of in shapes[LAYOUTS[name][1]]:
-            if len(device_of) <= len(terms.profile.layers) and stages in (None, len(device_of)):
-                form = Form(SCHEDULES[name](m, device_of))
-                cuts = dict.fromkeys(_starts(terms, form, found))
-                own = (terms.draft(form, balance) for balance in cuts)
-                drafts.append(min(filter(None, own), key=_rank))
-    tried = sorted(drafts, key=_rank)[:3]
-    return min((improved(terms, one, work // 3)[0] for one in tried), key=_rank, default=None)
 
 
 def _starts(terms: Terms, form: Form, found: Sequence[Draft]) -> Iterator[Balance]:
@@ -660,13 +641,6 @@ def shortage(terms: Terms, *, chunks: Chunks = None, stages: int | None = None) 
         share, balance = min(_least_share(smaller, m, n) for n in counts)
         return share, m, balance
 
-    def smallest(low: int, high: int, fits: Callable[[int], bool]) -> int:
-        """The first number after ``low`` that fits; ``high`` if none before does."""
-        while high - low > 1:
-            k = (low + high) // 2
-            low, high = (low, k) if fits(k) else (k, high)
-        return high
-
     value, m, balance = nearest(batch)
     if value <= 1:
         return None
@@ -678,12 +652,12 @@ def shortage(terms: Terms, *, chunks: Chunks = None, stages: int | None = None) 
         ways.append(f"{more} on each device")
     if machine.uniform and stages is None:
         many = terms.on(Machine.even(_MOST_DEVICES, machine.memory[0], host=machine.host))
-        most = min(_MOST_DEVICES, len(layers))
-        n = smallest(0, most + 1, lambda n: _least_share(many, m, n)[0] <= 1)
-        ways += [f"{n} such devices"] * (n <= most)
+        some = range(1, min(_MOST_DEVICES, len(layers)) + 1)
+        k = bisect_left(some, True, key=lambda n: _least_share(many, m, n)[0] <= 1)
+        ways += [f"{n} such devices" for n in some[k : k + 1]]
     # Memory grows with the mini-batch: the first that does not fit, counted in micro-batches.
     step = max(wanted or (1,))
-    k = smallest(0, -(-batch // step), lambda k: nearest(k * step)[0] > 1) - 1
+    k = bisect_left(range(step, batch, step), True, key=lambda size: nearest(size)[0] > 1)
     ways += [f"batch_size={k * step}"] * (k > 0)
     ways.append("a smaller param_scale (an optimizer with less state)")
     ways += ["the devices in another order"] * (not machine.uniform)

@@ -14,15 +14,14 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from itertools import count, product
-from operator import add
 from typing import Any
 
 from syncpipe.schedules.greedy import ROUNDING, Lister, Problem, Urgencies
 from syncpipe.schedules.named import SCHEDULES, build, naive, one_f_one_b, zb_h1
-from syncpipe.schedules.player import Costs, counted, play
-from syncpipe.schedules.schedule import HALVES, Action, Kind, Schedule
+from syncpipe.schedules.player import Cells, Costs, counted, lower_bound, quickest
+from syncpipe.schedules.schedule import HALVES, Action, Kind, Schedule, stages_on
 
-__all__ = ["AutoSchedule", "Report", "auto", "lower_bound"]
+__all__ = ["AutoSchedule", "Report", "auto", "bound_of"]
 
 _CLOSE = 1e-3  # a schedule that is longer than the bound by less, relative, is good enough
 _PATIENCE = (0.0, 1.0, 0.5, 2.0)  # of passes, one after another (syncpipe.schedules.greedy)
@@ -111,7 +110,7 @@ def auto(
     known = _known(p, starts)
     steps = {name: p.play(schedule.actions).makespan for name, schedule in known.items()}
     order = [known[name] for name in sorted(steps, key=lambda name: steps[name])]
-    shortest, bound = min(steps.values()), lower_bound(p)
+    shortest, bound = min(steps.values()), bound_of(p)
     rows, step = order[0].actions, math.inf
     for time, found in _found(p, order):
         if time < step * (1 - ROUNDING) and time <= shortest * (1 + ROUNDING):
@@ -163,10 +162,10 @@ def _found(p: Problem, starts: Iterable[Schedule]) -> Iterator[tuple[float, _Row
         if p.fits(rows):
             played = p.play(rows)
             yield played.makespan, rows
-            urgencies.append(played.ends)
+            urgencies.append(_ends(played.cells))
     lists = [
-        [[Action(kind, i, j) for i in range(p.m)] for kind in p.kinds for j in p.stages(d)]
-        for d in range(len(p.limits))
+        [[Action(kind, i, j) for i in range(p.m)] for kind in p.kinds for j in own]
+        for own in stages_on(p.device_of)
     ]
     for patience, each, careful in product(_PATIENCE, urgencies[:2], (True, False)):
         if not careful or any(p.spare):
@@ -190,9 +189,12 @@ def _back_and_forth(
             if time < least * (1 - ROUNDING):
                 least, useless = time, 0
             # What ends last in this direction is the first in the other one.
-            urgencies = {
-                kind: [[-end for end in ends] for ends in row] for kind, row in found.ends.items()
-            }
+            urgencies = _ends(found.cells, -1)
+
+
+def _ends(cells: Cells, sign: int = 1) -> Urgencies:
+    """When the actions ended, in this direction or in the other one."""
+    return {k: [[sign * end for end in cell.ends] for cell in row] for k, row in cells.items()}
 
 
 def _in_order(p: Problem, schedule: Schedule) -> _Rows:
@@ -208,52 +210,20 @@ def _in_order(p: Problem, schedule: Schedule) -> _Rows:
     return tuple(rows)
 
 
-def _least(costs: Costs) -> Costs:
-    """What each micro-batch takes at least."""
-    last = costs.last or costs
-    times = {
-        name: tuple(map(min, getattr(costs, name), getattr(last, name)))
-        for name in ("forward", "backward_input", "backward_weight", "transfer", "recompute")
-    }
-    skips = {skip: min(time, last.skips.get(skip, 0.0)) for skip, time in costs.skips.items()}
-    return replace(costs, last=None, skips=skips, **times)
-
-
-def lower_bound(p: Problem) -> float:
+def bound_of(p: Problem) -> float:
     """No schedule of this problem has a shorter makespan.
 
-    It is the longest of three: the way of one micro-batch; for each device all of its work, which
-    begins when the first micro-batch has come to it, and after which, where backwards are whole,
-    the last gradient goes on to stage 0; and for each memory, by Little's law, how often its places
-    are taken: a micro-batch keeps one from its forward until its gradient can be back.
+    A micro-batch keeps its place in memory from its forward until its gradient can be back, so by
+    Little's law a device needs as much time as all of them keep their places, by its memory.
     """
-    # The way of one micro-batch, whose weight halves nobody waits for; the quickest one is
-    # recomputed only where all are.
-    own, costs = [p.stages(d) for d in range(len(p.limits))], _least(p.costs)
-    kinds = p.kinds[:2]
-    rows = [
-        [Action(kind, 0, j) for kind in kinds for j in sorted(stages, reverse=kind != "forward")]
-        for stages in own
-    ]
-    way = play(rows, 1, p.device_of, costs, [count == p.m for count in p.recomputed])
-    there, back = (
-        [ends[0] - time for ends, time in zip(way.ends[kind], costs.times[kind], strict=True)]
-        for kind in kinds
-    )  # when it starts
-    bounds: list[float] = list(map(add, back, costs.times["backward"]))
-    for stages, limit in zip(own, p.limits, strict=True):
-        first, memory, work, held = stages[0], limit * (1 + ROUNDING), 0.0, 0.0
-        for j in stages:
-            whole = costs.times["backward"][j]
-            work += p.m * (costs.forward[j] + whole) + p.recomputed[j] * costs.recompute[j]
-            held += p.held(0, j) * (back[j] - there[j]) + p.activations[j] * whole
-        turns = p.m * held / memory if held else 0.0
-        size = p.activations[first]
-        if len(stages) == 1 and held and p.held(0, first) == size:  # places are whole ones
-            turns = math.ceil(p.m / max(1, math.floor(min(p.m, memory / size)))) * held / size
-        after = [
-            costs.times["backward"][j] + costs.transfer[j] * (p.device_of[j] != p.device_of[j + 1])
-            for j in range(0 if p.split else first)
-        ]
-        bounds.append(there[first] + max(work, turns) + math.fsum(after))
-    return max(bounds)
+    last, taken = p.costs.last or p.costs, list[float]()
+    heads, tails = quickest(p.device_of, p.costs, p.split)
+    backs = list(map(min, p.costs.times[p.kinds[1]], last.times[p.kinds[1]]))
+    there = heads[-1] + min(p.costs.forward[-1], last.forward[-1]) + backs[-1] + tails[-1]
+    for own, limit in zip(stages_on(p.device_of), p.limits, strict=True):
+        kept = 0.0
+        for j in own:
+            kept += p.held(0, j) * (there - heads[j] - tails[j] - backs[j])
+            kept += p.activations[j] * backs[j]
+        taken.append(p.m * kept / (limit * (1 + ROUNDING)) if kept else 0.0)
+    return lower_bound(p.m, p.device_of, p.costs, p.recomputed, p.split, taken)

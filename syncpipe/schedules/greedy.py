@@ -17,7 +17,7 @@ from functools import cached_property, lru_cache
 from operator import itemgetter
 
 from syncpipe.schedules.player import Cell, Costs, Played, Times, cells_of, play
-from syncpipe.schedules.schedule import HALVES, KINDS, Action, Devices, Kind, Schedule, devices_of
+from syncpipe.schedules.schedule import HALVES, KINDS, Action, Devices, Kind, Schedule, stages_on
 
 __all__ = ["ROUNDING", "Lister", "Problem", "Urgencies", "dealt", "merged"]
 
@@ -48,10 +48,6 @@ class Problem:
         """Of the actions, in the order in which those of a cell happen."""
         return ("forward", *HALVES) if self.split else ("forward", "backward")
 
-    def stages(self, d: int | tuple[int, ...]) -> list[int]:
-        """Those of a device."""
-        return [j for j in range(len(self.device_of)) if self.device_of[j] == d]
-
     @cached_property
     def spare(self) -> list[float]:
         """For each stage the memory that must be left over when a micro-batch comes to it.
@@ -59,12 +55,12 @@ class Problem:
         It is enough to lead one through all later stages on the device, so that it does not get
         stuck, and for what a recomputation takes on besides.
         """
-        spare = []
-        for j, d in enumerate(self.device_of):
-            own = self.stages(d)
-            later = [max(self.held(0, k), self.held(self.m - 1, k)) for k in own if k > j]
+        spare = [0.0] * len(self.device_of)
+        for own in stages_on(self.device_of):
             extra = max(self.activations[k] - self.held(0, k) for k in own)
-            spare.append(math.fsum(later) + extra)
+            for j in reversed(own):
+                spare[j] = extra
+                extra += max(self.held(0, j), self.held(self.m - 1, j))
         return spare
 
     def held(self, i: int, j: int) -> float:
@@ -100,9 +96,9 @@ class Problem:
 class Lister:
     """Puts everything in an order: of what can start, what has the least urgency is done first.
 
-    ``rows`` are the actions of each device in order, ``ends`` is for each kind, stage and
-    micro-batch, and if ``stuck`` something is left, for want of memory or because lists wait for
-    each other. Mirrored is back in time: what ends last comes first, and gives are takes.
+    ``rows`` are the actions of each device in order, ``cells`` say when they ended, and if
+    ``stuck`` something is left, for want of memory or because lists wait for each other. Mirrored
+    is back in time: what ends last comes first, and gives are takes.
     """
 
     def __init__(
@@ -110,8 +106,7 @@ class Lister:
         patience: float = 0.0, careful: bool = False, *, mirrored: bool = False,
     ) -> None:  # fmt: skip
         p, devices = problem, range(len(lists))
-        cells = cells_of(p.m, p.device_of, p.costs, p.recomputed, mirrored=mirrored)
-        self.ends = {kind: [cell.ends for cell in row] for kind, row in cells.items()}
+        self.cells = cells = cells_of(p.m, p.device_of, p.costs, p.recomputed, mirrored=mirrored)
         self.rows: list[list[Action]] = [[] for _ in devices]
         self._wake = [0.0 for _ in devices]  # when each looks for something to do next
         self._free, self._held = [0.0 for _ in devices], [0.0 for _ in devices]
@@ -199,7 +194,7 @@ def merged(
     n, whole, orders = len(device_of), Schedule(m, device_of, (), name), list(orders)
     if [order[0].j for order in orders] == list(range(n)) == list(device_of):
         return replace(whole, actions=tuple(map(tuple, orders)))
-    devices = 1 + max(d for j in range(n) for d in devices_of(device_of, j))
+    devices = len(stages_on(device_of))
     lists: list[list[list[Action]]] = [[] for _ in range(devices)]
     for order in orders:
         own: dict[int, list[Action]] = {}

@@ -32,11 +32,12 @@ from syncpipe.schedules.schedule import (
     Kind,
     Schedule,
     devices_of,
+    stages_on,
 )
 
 __all__ = [
-    "Cell", "Costs", "Simulation", "Span", "Times", "cells_of", "counted", "lanes", "play",
-    "simulate", "validate",
+    "Cell", "Costs", "Simulation", "Span", "Times", "cells_of", "counted", "lanes", "lower_bound",
+    "play", "quickest", "simulate", "validate",
 ]  # fmt: skip
 
 
@@ -180,11 +181,6 @@ class Played(NamedTuple):
     cells: Cells
     waiting: list[Action | None]  # for each device the first action that could not be carried out
 
-    @property
-    def ends(self) -> dict[Kind, list[Times]]:
-        """By kind and stage, when the action of each micro-batch ended."""
-        return {kind: [cell.ends for cell in row] for kind, row in self.cells.items()}
-
 
 def play(
     rows: Sequence[Sequence[Action]], m: int, device_of: Devices, costs: Costs,
@@ -230,6 +226,49 @@ def play(
             if action is not waiting[d]:
                 waiting[d], free[d], moved = action, now, True
     return Played(math.inf if any(waiting) else max(free), cells, waiting)
+
+
+def quickest(device_of: Devices, costs: Costs, split: bool) -> tuple[list[float], list[float]]:
+    """For each stage the time that no micro-batch is short of on its way to it, and that no
+    gradient is short of on its way from it to the first stage.
+    """
+    last, heads, tails = costs.last or costs, [0.0], [0.0]
+    back: Kind = "backward_input" if split else "backward"
+    for j, way in enumerate(map(min, costs.transfer, last.transfer)):
+        way *= device_of[j] != device_of[j + 1]
+        heads.append(heads[j] + min(costs.forward[j], last.forward[j]) + way)
+        tails.append(tails[j] + min(costs.times[back][j], last.times[back][j]) + way)
+    return heads, tails
+
+
+def lower_bound(
+    m: int, device_of: Devices, costs: Costs, recomputed: Sequence[int], split: bool,
+    taken: Sequence[float] = (),
+) -> float:  # fmt: skip
+    """No order of these actions takes less: see docs/planning.md.
+
+    A device waits until a micro-batch has come through the stages before its own, has all of its
+    work to do, and its last gradient goes back through them. ``taken``: for each device the seconds
+    that anything else asks for in place of its work.
+    """
+    last, work, late = costs.last or costs, list[float](), list[float]()
+    for j, count in enumerate(recomputed):
+        r = len(devices_of(device_of, j))  # one of several replicas has its share at least
+        forward, back, weight = (
+            ((m - 1) * costs.times[kind][j] + last.times[kind][j]) / r
+            for kind in ("forward", *HALVES)
+        )
+        again = min(count, m - 1) * costs.recompute[j] + (count == m) * last.recompute[j]
+        work.append(forward + back + again / r)
+        late.append(weight)
+    heads, tails = quickest(device_of, costs, split)
+    bound = 0.0
+    for d, own in enumerate(stages_on(device_of)):
+        tail, rest = tails[own[0]], sum(late[j] for j in own)
+        after = max(tail, rest) if split else tail + rest  # nothing waits for weight halves
+        whole = sum(work[j] for j in own) + after
+        bound = max(bound, heads[own[0]] + max([whole, *(x + tail for x in taken[d : d + 1])]))
+    return bound
 
 
 def validate(schedule: Schedule) -> None:

@@ -8,13 +8,15 @@ are in no schedule; they are added when it is compiled.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
-from itertools import accumulate
+from functools import cached_property, lru_cache
+from itertools import accumulate, chain
 from typing import Literal, NamedTuple
 
-__all__ = ["Action", "Devices", "Kind", "Schedule", "devices_of", "from_csv", "to_csv"]
+__all__ = [
+    "Action", "Devices", "Kind", "Schedule", "devices_of", "from_csv", "stages_on", "to_csv",
+]  # fmt: skip
 
 Kind = Literal[
     "forward", "backward", "backward_input", "backward_weight", "recompute", "reduce", "update"
@@ -76,6 +78,14 @@ def devices_of(device_of: Devices, j: int) -> tuple[int, ...]:
     """The devices of a stage: micro-batch ``i`` is on number ``i % r`` of ``r``."""
     devices = device_of[j]
     return devices if isinstance(devices, tuple) else (devices,)
+
+
+@lru_cache(maxsize=256)
+def stages_on(device_of: Devices) -> list[list[int]]:
+    """For each device its stages."""
+    places = [devices_of(device_of, j) for j in range(len(device_of))]
+    devices = 1 + max(chain.from_iterable(places), default=-1)
+    return [[j for j, place in enumerate(places) if d in place] for d in range(devices)]
 
 
 @dataclass(frozen=True)
@@ -152,17 +162,9 @@ class Schedule:
         peaks = []
         for j in range(self.n):
             rows = [self.actions[d] for d in devices_of(self.device_of, j)]
-            peaks.append(max(_most_alive(a for a in row if a.j == j) for row in rows))
+            alive = ((KINDS[a.kind].alive for a in row if a.j == j) for row in rows)
+            peaks.append(max(max(accumulate(own, initial=0)) for own in alive))
         return tuple(peaks)
-
-    @cached_property
-    def in_flight_on_device(self) -> tuple[int, ...]:
-        """The same for each device: cells of all of its stages that are alive at once."""
-        return tuple(map(_most_alive, self.actions))
-
-
-def _most_alive(actions: Iterable[Action]) -> int:
-    return max(accumulate((KINDS[action.kind].alive for action in actions), initial=0))
 
 
 def to_csv(schedule: Schedule) -> str:

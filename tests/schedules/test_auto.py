@@ -25,8 +25,9 @@ from syncpipe.schedules import (
     simulate,
     validate,
 )
-from syncpipe.schedules.auto import lower_bound
+from syncpipe.schedules.auto import bound_of
 from syncpipe.schedules.greedy import Problem
+from syncpipe.schedules.schedule import stages_on
 from tests.schedules.test_schedule import costs_for, placements, schedules
 
 UNEVEN = Costs((1, 2, 1, 3), (1, 2, 1.5, 3), (1, 2, 0.5, 2), (0.1, 0.2, 0.1))
@@ -115,7 +116,7 @@ def test_no_schedule_is_under_the_bound(given: dict[str, Any], data: st.DataObje
     sizes = {"activations": [2.0] * n, "inputs": [1.0] * n, "rematerialized": counts}
     rest = {"m": m, "device_of": schedule.device_of, "costs": costs, "split": True}
     problem = problem_of({**sizes, **rest, "memory": held(schedule, sizes)})
-    assert lower_bound(problem) <= simulate(schedule, costs, counts).makespan * (1 + 1e-9)
+    assert bound_of(problem) <= simulate(schedule, costs, counts).makespan * (1 + 1e-9)
 
 
 def orders(problem: Problem, d: int) -> Iterator[list[Action]]:
@@ -129,7 +130,9 @@ def orders(problem: Problem, d: int) -> Iterator[list[Action]]:
                 for rest in following({**done, (k, j): i + 1}):
                     yield [Action(problem.kinds[k], i, j), *rest]
 
-    yield from following({(k, j): 0 for k in range(len(problem.kinds)) for j in problem.stages(d)})
+    yield from following(
+        {(k, j): 0 for k in range(len(problem.kinds)) for j in stages_on(problem.device_of)[d]}
+    )
 
 
 @given(arguments(st.sampled_from([(0, 1), (0, 1, 2), (0, 0)]), most=2))

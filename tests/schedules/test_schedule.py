@@ -43,7 +43,7 @@ from syncpipe.schedules import (
 )
 from syncpipe.schedules.player import Span, play
 from syncpipe.schedules.schedule import LETTERS, Action, Kind, Schedule
-from tests.support.training import any_schedule
+from tests.support.training import any_schedule, on_each_device
 
 LOOPED = ["looped_bfs", "interleaved_1f1b", "interleaved_zero_bubble"]
 V_SHAPED = ["zbv", "v_half", "v_min", "dualpipev"]
@@ -108,7 +108,7 @@ def test_orders_as_in_the_literature() -> None:
         "1F0,1I0,1F1,1I1,1F2,1I2,1W0,1F3,1I3,1W1,1W2,1W3\n"
     )
     # Narayanan et al. 2021, figure 4 (bottom): the first of four devices with two stages each.
-    assert interleaved_1f1b(8, rounds(4, 2)).in_flight_on_device == (11, 9, 7, 5)
+    assert on_each_device(interleaved_1f1b(8, rounds(4, 2))) == (11, 9, 7, 5)
     first = "0F0,0F1,0F2,0F3,4F0,4F1,4F2,4F3,0F4,0F5,0F6,4B0,0F7,4B1,4F4,4B2,4F5,4B3,4F6,0B0"
     assert to_csv(interleaved_1f1b(8, rounds(4, 2))).startswith(first)
     # Neighbours on one device are one stage.
@@ -499,7 +499,7 @@ def test_zero_bubble_idles_as_its_paper_says(m: int, p: int, f: float, i: float,
     """Qi et al. 2023, table 2: (p-1)(F+B-W) and (p-1)(F+B-2W), B being their input half."""
     schedule = build("zb_h1", m, range(p))
     assert idle(played(schedule, f, i, w)) == pytest.approx((p - 1) * (f + i - w))
-    assert schedule.in_flight_on_device == (p,) * p
+    assert on_each_device(schedule) == (p,) * p
     schedule = build("zb_h2", m, range(p))
     simulation = played(schedule, f, i, w)
     assert idle_in_between(simulation) == pytest.approx((p - 1) * (f + i - 2 * w))
@@ -512,9 +512,9 @@ def test_v_half_and_v_min_have_their_parts_of_the_bubble_and_of_the_memory(p: in
     for m in (2 * p, 3 * p + 1):
         half, least = (build(name, m, in_a_v(p)) for name in ("v_half", "v_min"))
         assert 3 * (p - 1) - 2 <= idle(played(half)) <= 3 * (p - 1)
-        assert p <= max(half.in_flight_on_device) <= p + 2 - p % 2
+        assert p <= max(on_each_device(half)) <= p + 2 - p % 2
         assert 4 * (p - 1) - 1 <= idle(played(least)) <= 4 * (p - 1)
-        assert 2 * p / 3 <= max(least.in_flight_on_device) <= 2 * (p + 4) / 3
+        assert 2 * p / 3 <= max(on_each_device(least)) <= 2 * (p + 4) / 3
 
 
 # --- the table of the page ----------------------------------------------------------------------
@@ -531,7 +531,7 @@ def test_the_table_of_the_page_is_what_the_simulator_says() -> None:
         for m, p in ((8, 4), (64, 16)):
             made: Any = partial(one_f_one_b, slots="textbook") if "textbook" in more else name
             schedule = build(made, m, LAYOUTS.get(name, range)(p))
-            most = max(schedule.in_flight_on_device) * p / schedule.n
+            most = max(on_each_device(schedule)) * p / schedule.n
             seen += [100 * played(schedule).bubble, most]
         assert [round(number, 1) for number in seen] == list(map(float, numbers)), name
 
@@ -597,4 +597,4 @@ def test_the_order_is_that_of_pytorch(name: str, m: int, devices: int) -> None:
 
     assert order(ours) == order(other)
     assert played(ours).makespan == played(other).makespan
-    assert ours.in_flight_on_device == other.in_flight_on_device
+    assert on_each_device(ours) == on_each_device(other)

@@ -6,6 +6,7 @@ import random
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ from torch.utils import _pytree as pytree
 
 from syncpipe import Pipe
 from syncpipe.schedules import SCHEDULES, build, one_f_one_b
+from syncpipe.schedules.schedule import KINDS as ACTIONS
 from syncpipe.schedules.schedule import Action, Schedule
 from tests.support.compare import assert_same
 from tests.support.models import Result, concatenate, cut, is_wanted, seen
@@ -67,6 +69,12 @@ def fitting(devices: Sequence[int]) -> list[str]:
 def schedule_of(pipe: Pipe, m: int, schedule: Any = "1f1b") -> Schedule:
     """What ``train_batch`` runs for these arguments."""
     return build(schedule, m, pipe._ready().placement)
+
+
+def on_each_device(schedule: Schedule) -> tuple[int, ...]:
+    """The most cells that are alive at once on each device."""
+    alive = ((ACTIONS[action.kind].alive for action in row) for row in schedule.actions)
+    return tuple(max(accumulate(row, initial=0)) for row in alive)
 
 
 def any_schedule(

@@ -19,6 +19,7 @@ from syncpipe.schedules import build, gpipe, interleaved_1f1b, one_f_one_b, zb_h
 from syncpipe.schedules.player import Costs, Simulation, simulate
 from syncpipe.timeline import KINDS, Span, Timeline, compare, save_comparison
 from tests.schedules.test_schedule import costs_for, rounds, simulations
+from tests.support.training import on_each_device
 
 # One row works for 3 of 4 ms, the other for 2; then a second step, in which both work throughout.
 TWO_STEPS = [
@@ -280,7 +281,7 @@ def test_memory_is_what_the_schedule_says(name: str) -> None:
     schedule = build(name, 8, rounds(4, 2 if name == "interleaved_1f1b" else 1))
     timeline = Timeline.of(simulate(schedule, Costs.even(schedule.n, transfer=0.1)))
     notes = [text for text in texts(timeline.figure()) if text.endswith(" in memory")]
-    assert notes == [f"{count} in memory" for count in schedule.in_flight_on_device]
+    assert notes == [f"{count} in memory" for count in on_each_device(schedule)]
     forwards = [span for span in timeline.spans if span.kind == "forward"]
     said = texts(Timeline(forwards, timeline.rows).figure())
     assert not [text for text in said if "memory" in text]
