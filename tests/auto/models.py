@@ -1,6 +1,6 @@
 """Models for ``Pipe.auto``, each with the arguments of a call; what they are made of, and the step.
 
-In double precision, without dropout: a pipe's step and the plain model's are equal to rounding.
+In double precision: a pipe's step and the plain model's are equal to rounding.
 """
 
 from __future__ import annotations
@@ -42,14 +42,6 @@ def tied() -> nn.Module:
     return model
 
 
-def ids(length: int = 7) -> Tensor:
-    return torch.randint(64, (FEW, length))
-
-
-def image(size: int = 32) -> Tensor:
-    return torch.randn(FEW, 3, size, size)
-
-
 #: What needs nothing but PyTorch.
 WRITTEN: dict[str, Callable[[], Call]] = {
     "residual": lambda: (Residual(64, 5), (torch.randn(FEW, 24),), {}),
@@ -60,12 +52,9 @@ WRITTEN: dict[str, Callable[[], Call]] = {
 
 
 def made(build: Callable[[], Call]) -> Call:
-    """A model in double precision, without dropout."""
+    """A model in double precision."""
     torch.manual_seed(0)
     model, args, kwargs = build()
-    for module in model.modules():
-        if isinstance(module, nn.Dropout):
-            module.p = 0.0
 
     def doubled(x: Any) -> Any:
         return x.double() if isinstance(x, Tensor) and x.is_floating_point() else x

@@ -25,10 +25,10 @@ from syncpipe.balance import (
     balance_uniform,
     profile,
 )
-from syncpipe.balance import measure as measuring
 from syncpipe.skip import Namespace
 from tests.support.compare import assert_same
 from tests.support.models import Receive, Send, in_turn, step
+from tests.support.running import Using
 from tests.support.training import assert_trains_as
 
 WIDTH = 8
@@ -110,17 +110,6 @@ class Outer(nn.Module):
         return self.inner(x)
 
 
-class Recurrent(nn.Module):
-    """Keeps its parameters in a list as well."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.lstm = nn.LSTM(WIDTH, WIDTH, num_layers=2)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.lstm(x)[0]
-
-
 class Raises(nn.Linear):
     """Its reset fails where there is memory."""
 
@@ -140,7 +129,7 @@ HARD: list[Callable[[], nn.Module]] = [
     lambda: nn.BatchNorm1d(WIDTH),
     linear,
     lambda: nn.TransformerEncoderLayer(WIDTH, 2, 16, dropout=0.0, batch_first=True),
-    Recurrent,
+    lambda: Using(lambda x, lstm: lstm(x)[0], nn.LSTM(WIDTH, WIDTH, num_layers=2)),
 ]
 
 
@@ -227,17 +216,6 @@ def test_init_fn_comes_after_reset_parameters_children_first_where_nothing_has_v
 
 
 # --- layers --------------------------------------------------------------------------------------
-
-
-def test_a_spec_is_built_under_the_device_of_its_stage() -> None:
-    seen: list[torch.device] = []
-
-    def make() -> nn.Module:
-        seen.append(torch.empty(()).device)
-        return nn.ReLU()
-
-    Pipe([LayerSpec(make), nn.ReLU(), LayerSpec(make)], [2, 1], devices=["cpu:1", "meta"])
-    assert [device.type for device in seen] == ["cpu", "meta"]
 
 
 def test_specs_in_a_sequential_are_built_likewise_and_it_stays_as_it_is() -> None:
@@ -330,18 +308,6 @@ def test_a_balance_is_found_without_building_all(balance: Callable[[Any], list[i
         assert balance([LayerSpec(OnHost, WIDTH)] * 8) == [4, 4]
         assert torch.equal(torch.get_rng_state(), drawn)
         assert host.most <= 2 * one  # profile: and its copy
-
-
-def test_time_is_measured_window_by_window(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(measuring, "WINDOW", 1)  # bytes: each layer is one
-    with HostBytes() as host:
-        layer, x = OnHost(64), torch.randn(2, 64)
-        layer(x).sum().backward()
-        del layer
-        one, host.most = host.most, 0
-        found = profile([LayerSpec(OnHost, 64)] * 8, x, timeout=0.0, device="cpu")
-        assert host.most < 4 * one
-    assert all(layer.forward[2] > 0 for layer in found.layers)
 
 
 def test_they_are_balanced_and_measured_as_layers_would_be() -> None:
@@ -502,45 +468,25 @@ def test_what_a_layer_shares_with_a_pipe_inside_stays_shared() -> None:
     assert layer.pipe[0].weight is layer.own.weight
 
 
-class Embedding(nn.Module):
-    """Words and places, and the words' weight under a name of its own."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.words, self.places = nn.Embedding(11, WIDTH), nn.Parameter(torch.randn(5, WIDTH))
-
-    @property
-    def word_weight(self) -> nn.Parameter:
-        return self.words.weight
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        return self.words(tokens) + self.places
-
-
 def to_logits(module: Any, x: Tensor) -> Tensor:
-    return F.linear(x, module.word_weight)
+    return F.linear(x, module.weight)
 
 
-class Head(Embedding):
-    def forward(self, x: Tensor) -> Tensor:
-        return to_logits(self, x)
-
-
-def gpt(attribute: Any = "word_weight") -> list[Any]:
+def gpt() -> list[Any]:
     """A GPT as DeepSpeed's examples write it."""
-    return [
-        TiedLayerSpec("embed", Embedding, tied_weight_attr=attribute),
-        *[LayerSpec(nn.Linear, WIDTH, WIDTH) for _ in range(3)],
-        torch.tanh,
-        LayerSpec(nn.LayerNorm, WIDTH),
-        TiedLayerSpec("embed", Embedding, forward_fn=to_logits, tied_weight_attr=attribute),
-    ]
+    blocks = [LayerSpec(nn.Linear, WIDTH, WIDTH) for _ in range(3)]
+    first, last = (
+        TiedLayerSpec("embed", nn.Embedding, 11, WIDTH, **options)
+        for options in ({}, {"forward_fn": to_logits})
+    )
+    return [first, *blocks, torch.tanh, LayerSpec(nn.LayerNorm, WIDTH), last]
 
 
 def plain_gpt() -> nn.Sequential:
     blocks = [nn.Linear(WIDTH, WIDTH) for _ in range(3)]
-    model = nn.Sequential(Embedding(), *blocks, nn.Tanh(), nn.LayerNorm(WIDTH), Head())
-    model[6].words.weight = model[0].words.weight
+    head = nn.Linear(WIDTH, 11, bias=False)
+    model = nn.Sequential(nn.Embedding(11, WIDTH), *blocks, nn.Tanh(), nn.LayerNorm(WIDTH), head)
+    head.weight = model[0].weight
     return model
 
 
@@ -551,9 +497,7 @@ TOKENS = torch.arange(30).view(6, 5) % 11
 def test_deepspeeds_gpt_computes_and_trains_as_the_plain_one(balance: list[int]) -> None:
     pipe, plain = Pipe(gpt(), balance, seed=0, chunks=3, checkpoint="always"), plain_gpt()
     assert list(pipe.state_dict()) == list(plain.state_dict())
-    names = [name for name, _ in pipe.named_parameters()]
-    assert "0.words.weight" in names
-    assert "6.words.weight" not in names
+    assert [n for n, _ in pipe.named_parameters()] == [n for n, _ in plain.named_parameters()]
     plain.load_state_dict(pipe.state_dict())
     assert_same(step(pipe, pipe, TOKENS), step(in_turn(plain, 3), plain, TOKENS))
     for model in (pipe, plain):
@@ -565,16 +509,12 @@ def test_deepspeeds_gpt_computes_and_trains_as_the_plain_one(balance: list[int])
     assert_trains_as(pipe, plain, TOKENS, TOKENS, loss_fn=loss_fn)
 
 
-@pytest.mark.parametrize(
-    "attribute", ["words.weight", ["words.weight"], ["words.weight", "places"]]
-)
-def test_attributes_may_be_of_submodules_and_several(attribute: Any) -> None:
-    pipe = Pipe(gpt(attribute), [7])
-    assert pipe[6].words.weight is pipe[0].words.weight
-    assert (pipe[6].places is pipe[0].places) == ("places" in attribute)
-
-
-def test_a_buffer_may_be_tied_and_each_key_has_an_owner_of_its_own() -> None:
+def test_any_tensors_may_be_tied_and_each_key_has_an_owner_of_its_own() -> None:
+    spec = TiedLayerSpec("deep", Block, WIDTH, tied_weight_attr=["linear.weight", "norm.bias"])
+    pipe = Pipe([spec, spec], [2])
+    assert pipe[1].linear.weight is pipe[0].linear.weight
+    assert pipe[1].norm.bias is pipe[0].norm.bias
+    assert pipe[1].norm.weight is not pipe[0].norm.weight
     spec = TiedLayerSpec("norm", nn.BatchNorm1d, 3, tied_weight_attr=["weight", "running_mean"])
     pipe = Pipe([spec, spec], [2])
     assert pipe[1].running_mean is pipe[0].running_mean
@@ -592,9 +532,9 @@ def test_a_buffer_may_be_tied_and_each_key_has_an_owner_of_its_own() -> None:
 def test_a_copy_is_tied_and_has_its_own_forward_fn(again: Any) -> None:
     pipe = Pipe(gpt(), [7])
     other = again(pipe)
-    assert other[6].words.weight is other[0].words.weight
+    assert other[6].weight is other[0].weight
     with torch.no_grad():
-        other[0].words.weight.zero_()
+        other[0].weight.zero_()
     assert (other(TOKENS) == 0).all()
     assert not (pipe(TOKENS) == 0).any()
 
