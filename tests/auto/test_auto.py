@@ -15,6 +15,7 @@ import syncpipe
 from syncpipe import NoChunk, Pipe
 from tests.auto.models import BATCH, WRITTEN, Residual, assert_trains, made
 from tests.layers.conversion.models import Transformer, tokens
+from tests.support.running import Using
 
 QUICK = {"timeout": 0.0}
 TWO = ["cpu:0", "cpu:1"]
@@ -143,16 +144,9 @@ def test_the_loss_and_its_target_are_tried() -> None:
 
 
 def test_what_is_not_cut_goes_whole_to_each_micro_batch() -> None:
-    class Biased(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.a, self.b = nn.Linear(4, 4), nn.Linear(4, 4)
-
-        def forward(self, x: Tensor, bias: Tensor) -> Tensor:
-            return self.b(self.a(x) + bias)
-
+    biased = Using(lambda x, bias, a, b: b(a(x) + bias), nn.Linear(4, 4), nn.Linear(4, 4))
     pipe = Pipe.auto(
-        Biased(), torch.randn(2, 4), NoChunk(torch.ones(4)), batch_size=8, devices=TWO, **QUICK
+        biased, torch.randn(2, 4), NoChunk(torch.ones(4)), batch_size=8, devices=TWO, **QUICK
     )
     assert len(pipe(torch.randn(8, 4), NoChunk(torch.ones(4)))) == 8
 

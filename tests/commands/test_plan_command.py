@@ -12,6 +12,7 @@ from torch import nn
 from syncpipe import LayerSpec
 from syncpipe.balance import LayerProfile, Profile
 from syncpipe.commands.main import main
+from tests.layers.conversion.models import Pair
 from tests.support.models import linear_model
 from tests.support.running import Do
 
@@ -35,17 +36,7 @@ def huge() -> nn.Sequential:
     return nn.Sequential(*(nn.Linear(2**15, 2**15) for _ in range(32)))  # 137 GB
 
 
-class Plain(nn.Module):
-    """No nn.Sequential, but one can be made of it."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.second = nn.Linear(3, 3), nn.Linear(3, 3)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.second(torch.relu(self.first(x)))
-
-
+pair = Pair(lambda _, x: torch.relu(x))  # no nn.Sequential, but one can be made of it
 with_sample = nn.Sequential(nn.Embedding(5, 3), nn.Linear(3, 2)), torch.zeros(4, 2).long()
 ready = linear_model(2)
 nothing = 3
@@ -78,7 +69,7 @@ def run(*arguments: str) -> int:
         ("with_sample", None),
         ("ready", "8x3:float32"),
         ("with_sample", "8x2:int64"),
-        ("Plain", "8x3"),
+        ("pair", "8x4"),
         ("listed", "8x5"),
     ],
 )

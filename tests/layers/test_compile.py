@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from syncpipe import Pipe
-from tests.support.running import MODES, NormBlock, assert_same, pipe_of, plain, trained
+from tests.support.running import MODES, NormBlock, Using, assert_same, pipe_of, plain, trained
 
 
 @pytest.fixture(autouse=True)
@@ -66,20 +66,16 @@ def test_a_compiled_step_around_train_batch_trains():
     assert torch.equal(*[step() for step in steps])
 
 
-class Drops(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.linear, self.norm = nn.Linear(6, 6), nn.LayerNorm(6)
-
-    def forward(self, x):
-        return torch.dropout(self.norm(self.linear(x).sin()), 0.3, self.training) + x
+def drops(x, linear, norm, drop):
+    return drop(norm(linear(x).sin())) + x
 
 
 @pytest.mark.parametrize("autocast", [False, True])
 @pytest.mark.parametrize("mode", MODES)
 def test_a_pipe_compiles_its_layers_once_and_gives_the_same_bits(mode, autocast):
     block = nn.Sequential(nn.Linear(6, 6), nn.GELU())
-    layers = nn.Sequential(nn.Linear(6, 6), Drops(), block, nn.Linear(6, 3))
+    drop = Using(drops, nn.Linear(6, 6), nn.LayerNorm(6), nn.Dropout(0.3))
+    layers = nn.Sequential(nn.Linear(6, 6), drop, block, nn.Linear(6, 3))
     pipe, compiled = (
         Pipe(copy.deepcopy(layers), [2, 2], devices=["cpu", "cpu"], chunks=4, checkpoint=mode)
         for _ in range(2)

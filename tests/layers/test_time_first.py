@@ -5,27 +5,20 @@ from __future__ import annotations
 import copy
 import pickle
 import warnings
-from typing import Any
+from operator import itemgetter
 
 import pytest
 import torch
 from torch import Tensor, nn
 
 from syncpipe import Pipe, sequential
+from tests.support.running import Do, Using
+
+FIRST = Do(itemgetter(0))
 
 
-class First(nn.Module):
-    def forward(self, output: tuple[Tensor, Any]) -> Tensor:
-        return output[0]
-
-
-class Transposed(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.rnn = nn.LSTM(4, 4)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.rnn(x.transpose(0, 1))[0].transpose(0, 1)
+def transposed(x: Tensor, rnn: nn.Module) -> Tensor:
+    return rnn(x.transpose(0, 1))[0].transpose(0, 1)
 
 
 def pipe_of(*layers: nn.Module) -> Pipe:
@@ -52,8 +45,8 @@ RUNS = {
     ("layers", "name"),
     [
         ((nn.Linear(4, 4), nn.TransformerEncoderLayer(4, 2, 8)), r"1\.self_attn"),
-        ((nn.LSTM(4, 4), First()), "0"),
-        ((nn.Linear(4, 4), nn.GRU(4, 4), First()), "1"),
+        ((nn.LSTM(4, 4), FIRST), "0"),
+        ((nn.Linear(4, 4), nn.GRU(4, 4), FIRST), "1"),
     ],
 )
 def test_a_pipe_that_would_cut_time_says_so_once(layers, name, how):
@@ -72,9 +65,9 @@ def test_a_pipe_that_would_cut_time_says_so_once(layers, name, how):
 @pytest.mark.parametrize(
     "layers",
     [
-        (nn.Linear(4, 4), Transposed()),
+        (nn.Linear(4, 4), Using(transposed, nn.LSTM(4, 4))),
         (nn.Linear(4, 4), nn.TransformerEncoderLayer(4, 2, 8, batch_first=True)),
-        (nn.LSTM(4, 4, batch_first=True), First()),
+        (nn.LSTM(4, 4, batch_first=True), FIRST),
     ],
 )
 def test_models_that_are_right_hear_nothing(layers):

@@ -18,6 +18,7 @@ from syncpipe.balance import balance_by_size, balance_by_time, profile
 from syncpipe.skip import pop, skippable, stash
 from tests.support.compare import assert_same
 from tests.support.models import CHECKPOINT_MODES
+from tests.support.running import Do
 from tests.support.training import FOUR, weigh
 
 WIDTH = 6
@@ -35,11 +36,9 @@ class Block(nn.Module):
         return (x + y if mask is None else torch.where(mask, x + y, x)), mask, step
 
 
-class ToNames(nn.Module):
+def to_names(x: Tensor, mask: Tensor | None, step: int) -> Any:
     """From positional to keyword arguments."""
-
-    def forward(self, x: Tensor, mask: Tensor | None, step: int) -> Any:
-        return {"mask": mask, "hidden": x * step, "bias": torch.ones(WIDTH)}
+    return {"mask": mask, "hidden": x * step, "bias": torch.ones(WIDTH)}
 
 
 class Named(nn.Module):
@@ -77,7 +76,7 @@ class Receive(nn.Module):
 
 def model_of() -> PipeSequential:
     torch.manual_seed(0)
-    return PipeSequential(Block(), Send(), Block(), Receive(), ToNames(), Named(), Head()).eval()
+    return PipeSequential(Block(), Send(), Block(), Receive(), Do(to_names), Named(), Head()).eval()
 
 
 def batch(masked: bool = True) -> tuple[Tensor, Tensor | None, int]:

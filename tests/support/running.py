@@ -73,14 +73,14 @@ class Do(nn.Module):
 
 
 class Using(nn.Module):
-    """A function of its input and of layers."""
+    """A function of its inputs and of layers."""
 
     def __init__(self, function: Callable[..., Any], *layers: nn.Module) -> None:
         super().__init__()
         self.function, self.layers = function, nn.ModuleList(layers)
 
-    def forward(self, x: Any) -> Any:
-        return self.function(x, *self.layers)
+    def forward(self, *inputs: Any) -> Any:
+        return self.function(*inputs, *self.layers)
 
 
 class Residual(nn.Module):

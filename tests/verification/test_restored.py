@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from syncpipe import Pipe, verify
-from tests.layers.test_time_first import First
+from tests.layers.test_time_first import FIRST
 from tests.support.interrupts import interrupted
 from tests.support.running import Do
 from tests.support.untouched import snapshot
@@ -119,7 +119,7 @@ def test_without_gradients_around_it_and_with_a_loss_that_is_a_module() -> None:
 # A destructor, or the callback of a weak reference, cannot pass an exception on.
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 def test_the_first_call_after_it_is_the_first_call() -> None:
-    pipe = Pipe(nn.Sequential(nn.GRU(4, 4), First()), [1, 1], devices=["cpu:0", "cpu:1"], chunks=2)
+    pipe = Pipe(nn.Sequential(nn.GRU(4, 4), FIRST), [1, 1], devices=["cpu:0", "cpu:1"], chunks=2)
     x = torch.rand(10, 6, 4)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
