@@ -11,7 +11,7 @@ from syncpipe import Pipe, verify
 from tests.support import accelerator as acc
 from tests.support.skips import Receive
 from tests.verification.models import WIDTH, Counter, Send, batch, linear, pipe_of
-from tests.verification.test_clean import tied
+from tests.verification.test_verify import tied
 
 pytestmark = pytest.mark.gpu
 

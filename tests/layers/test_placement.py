@@ -19,22 +19,15 @@ from tests.support.models import CHECKPOINT_MODES, assert_equals_plain, linear_m
 #: What moves or casts a module: whether it is refused, or the dtype that comes of it.
 CALLS: dict[str, tuple[Callable[[nn.Module], Any], Any]] = {
     "cuda()": (lambda module: module.cuda(), "refused"),
-    "cuda(0)": (lambda module: module.cuda(0), "refused"),
-    "xpu()": (lambda module: module.xpu(), "refused"),
     "to('meta')": (lambda module: module.to("meta"), "refused"),
     "to_empty": (lambda module: module.to_empty(device="cpu"), "refused"),
-    "to_empty meta": (lambda module: module.to_empty(device="meta"), "refused"),
     "cpu()": (lambda module: module.cpu(), torch.float32),
     "to('cpu')": (lambda module: module.to("cpu"), torch.float32),
-    "to(device=...)": (lambda module: module.to(device=torch.device("cpu")), torch.float32),
     "to(tensor)": (lambda module: module.to(torch.zeros(())), torch.float32),
     "float": (lambda module: module.float(), torch.float32),
     "share_memory": (lambda module: module.share_memory(), torch.float32),
-    "to(dtype)": (lambda module: module.to(torch.float64), torch.float64),
     "to(dtype=)": (lambda module: module.to(dtype=torch.bfloat16), torch.bfloat16),
-    "double": (lambda module: module.double(), torch.float64),
     "half": (lambda module: module.half(), torch.float16),
-    "bfloat16": (lambda module: module.bfloat16(), torch.bfloat16),
     "to('cpu', dtype)": (lambda module: module.to("cpu", torch.float64), torch.float64),
     "type": (lambda module: module.type(torch.float64), torch.float64),
 }

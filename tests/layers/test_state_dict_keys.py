@@ -97,6 +97,10 @@ def test_an_old_checkpoint_loads_whatever_the_balances(what: str, writer: str) -
         state = old_state(writer, old, theirs)
         assert all(key.startswith("partitions.") for key in state)
         loaded(Pipe(make(), mine), state, old)
+        if writer == "torchgpipe":  # also a part of the layers, by name
+            part, first = dict(list(state.items())[1:]), next(iter(old.state_dict()))
+            result = Pipe(make(), mine).load_state_dict(part, strict=False)
+            assert (result.missing_keys, result.unexpected_keys) == ([first], [])
         both = nn.ModuleDict({"net": Pipe(make(), mine), "outer": linear(), "other": make()})
         inside = {f"net.{key}": value for key, value in state.items()}
         inside |= {f"outer.{key}": value for key, value in outer.state_dict().items()}
@@ -106,19 +110,6 @@ def test_an_old_checkpoint_loads_whatever_the_balances(what: str, writer: str) -
             parts = {key: key.split(".", 3) for key in state}
             prefixed = {".".join([*p[:3], "module", p[3]]): state[key] for key, p in parts.items()}
             loaded(Pipe(make(), mine), prefixed, old)
-
-
-@pytest.mark.parametrize("writer", WRITERS)
-def test_a_checkpoint_of_part_of_the_layers_loads_what_is_there(writer: str) -> None:
-    old = nn.Sequential(*model())
-    state = old_state(writer, old, [6])
-    state = {key: value for key, value in state.items() if ".0.5." not in key}
-    pipe = Pipe(nn.Sequential(*model()), [6])
-    result = pipe.load_state_dict(state, strict=False)
-    assert result.missing_keys == ["5.weight", "5.bias"]
-    assert not result.unexpected_keys
-    assert torch.equal(pipe[0].weight, old[0].weight)
-    assert torch.equal(pipe[2].running_mean, old[2].running_mean)
 
 
 @pytest.mark.parametrize("deferred", [False, True])
@@ -183,11 +174,3 @@ def test_names_count_before_the_order() -> None:
     turned = {key: state[key] for key in sorted(state, key=lambda key: ".a." in key)}
     assert list(turned) != list(state)
     loaded(Pipe(named(a=linear(), b=linear()), [2]), turned, old)
-
-
-def test_an_old_checkpoint_of_another_model_is_refused() -> None:
-    state = old_state("torchgpipe", nn.Sequential(nn.Linear(3, 5), nn.Linear(5, 3)), [1, 1])
-    with pytest.raises(RuntimeError, match="size mismatch"):
-        Pipe(nn.Sequential(linear(), linear()), [1, 1]).load_state_dict(state)
-    with pytest.raises(RuntimeError, match=r"Missing key|Unexpected key"):
-        Pipe(model(), [3, 3]).load_state_dict(state)

@@ -147,28 +147,25 @@ class Pair(nn.Module):
 
 
 class Does(Pair):
-    """Calls a function in place of its forward."""
+    """Calls a function in place of its forward, and has these parts as well."""
+
+    def __init__(self, forward: Callable[..., Any], **parts: Any) -> None:
+        super().__init__(forward)
+        for name, part in parts.items():
+            setattr(self, name, part)
 
     def forward(self, x: Any) -> Any:
         return self.inner(self, x)
 
 
-class Modes(Pair):
+def modes(m: Any, x: Tensor) -> Any:
     """Does something else in training than in evaluation: parameters, outputs, skips."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.extra, self.auxiliary = nn.Linear(4, 4), nn.Linear(4, 4)
-
-    def forward(self, x: Tensor) -> Any:
-        early = self.a(x)
-        late = early * 3 if self.training else early
-        if self.training:
-            late = late + self.extra(x * 2)
-        late = self.b(late)
-        if self.training:
-            return late, self.auxiliary(early)
-        return late - early
+    early = m.a(x)
+    late = early * 3 if m.training else early
+    if m.training:
+        late = late + m.extra(x * 2)
+    late = m.b(late)
+    return (late, m.auxiliary(early)) if m.training else late - early
 
 
 def carries(m: Any, x: Tensor) -> Tensor:
@@ -182,16 +179,10 @@ def doubled(x: Tensor) -> Output:
     return Output(x * 2)
 
 
-class UsesAttributes(Pair):
+def uses_attributes(m: Any, x: Tensor) -> Tensor:
     """Hands on what is an attribute of something."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.wraps, self.layers = Do(doubled), nn.ModuleList([nn.Linear(4, 4)])
-
-    def forward(self, x: Tensor) -> Tensor:
-        logits = self.wraps(self.a(x)).logits
-        return self.layers[0](self.b(logits)) + logits
+    logits = m.wraps(m.a(x)).logits
+    return m.layers[0](m.b(logits)) + logits
 
 
 class Twice(torch.autograd.Function):
@@ -253,16 +244,9 @@ def mapping_of(kind: Any) -> nn.Module:
     return Does(forward)
 
 
-class Functional(nn.Module):
+def functional(m: Any, x: Tensor) -> Tensor:
     """Functions use parameters, one of them twice, one of another module."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.w, self.inner = nn.Parameter(torch.rand(4, 4)), nn.Linear(4, 4)
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = F.linear(x, self.w)
-        return F.linear(F.linear(x, self.inner.weight), self.w)
+    return F.linear(F.linear(F.linear(x, m.w), m.other.weight), m.w)
 
 
 class Backwards(nn.Module):
@@ -282,18 +266,17 @@ class Backwards(nn.Module):
         return self.last(x + self.own + self.unsaved)
 
 
-class Awkward(nn.Module):
+def awkward() -> nn.Module:
     """Has children of names that a layer may have for itself."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.skips = nn.ModuleList(nn.Linear(4, 4) for _ in range(2))
-        self.code, self.device, self.signature = nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4)
-        self.takes = nn.Parameter(torch.rand(4))
+    def forward(m: Any, x: Tensor) -> Tensor:
+        y = m.skips[1](m.skips[0](x)) * m.takes
+        return m.signature(m.device(m.code(y))) + x + torch.arange(4, device=x.device)
 
-    def forward(self, x: Tensor) -> Tensor:
-        y = self.skips[1](self.skips[0](x)) * self.takes
-        return self.signature(self.device(self.code(y))) + x + torch.arange(4, device=x.device)
+    names = ("code", "device", "signature")
+    parts: dict[str, Any] = {name: nn.Linear(4, 4) for name in names}
+    parts["skips"] = nn.ModuleList(nn.Linear(4, 4) for _ in range(2))
+    return Does(forward, **parts, takes=nn.Parameter(torch.rand(4)))
 
 
 class Encoder(nn.Module):
@@ -360,9 +343,15 @@ CASES = {
     "resnet": Case(ResNet, rows(6), 11),
     "dense": Case(Dense, rows(6), 5),
     "transformer": Case(Transformer, tokens, 29),
-    "other in training": Case(Modes, rows(), 2),
+    "other in training": Case(
+        lambda: Does(modes, extra=nn.Linear(4, 4), auxiliary=nn.Linear(4, 4)), rows(), 2
+    ),
     "carries in training": Case(lambda: Does(carries), rows(), 2),
-    "attributes": Case(UsesAttributes, rows(), 4),
+    "attributes": Case(
+        lambda: Does(uses_attributes, wraps=Do(doubled), layers=nn.ModuleList([nn.Linear(4, 4)])),
+        rows(),
+        4,
+    ),
     "own backward": Case(lambda: Pair(lambda _, x: Twice.apply(x)), rows(), 2),
     "writes into its input": Case(lambda: Does(writes_into_input), rows(), 2),
     "without gradients": Case(lambda: Pair(without_gradients), rows(), 2),
@@ -376,9 +365,11 @@ CASES = {
     "dict": Case(lambda: mapping_of(dict), rows(), 2),
     "OrderedDict": Case(lambda: mapping_of(OrderedDict), rows(), 2),
     "UserDict": Case(lambda: mapping_of(UserDict), rows(), 2),
-    "functional": Case(Functional, rows(), 3),
+    "functional": Case(
+        lambda: Does(functional, w=nn.Parameter(torch.rand(4, 4)), other=nn.Linear(4, 4)), rows(), 3
+    ),
     "backwards": Case(Backwards, rows(), 4),
-    "awkward names": Case(Awkward, rows(), 6),
+    "awkward names": Case(awkward, rows(), 6),
     "encoder": Case(lambda: encoder(lambda m, ids, x: m(x)), padded, 5),
     "causal": Case(lambda: encoder(lambda m, ids, x: m(x, causal(ids))), padded, 5),
     "causal, as said": Case(
