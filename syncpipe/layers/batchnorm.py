@@ -11,7 +11,6 @@ deferred ones where they are: only their class changes, to a subclass that diffe
 
 from __future__ import annotations
 
-import threading
 from contextvars import ContextVar, Token
 from typing import NamedTuple
 
@@ -45,13 +44,13 @@ _commit_lock = forkable()
 class MiniBatchStatistics:
     """The accumulators of one mini-batch, one for each `DeferredBatchNorm` that it passes.
 
-    Several threads may add. A module that runs several times per micro-batch pools all its inputs.
-    On an accelerator, all is done on one stream, that of the stage; where it has replicas, each
-    adds on its own, and the caller commits when he has waited for all of them.
+    Several threads may add: what they do to the dict is one step. A module that runs several times
+    per micro-batch pools all its inputs. On an accelerator, all is done on one stream, that of the
+    stage; where it has replicas, each adds on its own, and the caller commits when he has waited
+    for all of them.
     """
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
         self._seen: dict[DeferredBatchNorm, list[_Moments]] = {}
 
     @torch.no_grad()
@@ -66,8 +65,7 @@ class MiniBatchStatistics:
         values = input.to(torch.promote_types(input.dtype, torch.float32))
         var, mean = torch.var_mean(values, dim=[0, *range(2, input.dim())], correction=0)
         moments = _Moments(i, input.numel() // input.size(1), mean, var)
-        with self._lock:
-            self._seen.setdefault(module, []).append(moments)
+        self._seen.setdefault(module, []).append(moments)
 
     @torch.no_grad()
     def commit(self) -> None:
@@ -77,8 +75,7 @@ class MiniBatchStatistics:
             ValueError: a module saw a single value per channel in the whole mini-batch, which has
                 no unbiased variance. No running statistics have been changed then.
         """
-        with self._lock:
-            seen, self._seen = self._seen, {}
+        seen, self._seen = self._seen, {}
         pooled = [(module, *_pool(module, moments)) for module, moments in seen.items()]
         with _commit_lock:
             for module, mean, var in pooled:

@@ -25,10 +25,10 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from difflib import SequenceMatcher
-from itertools import pairwise
+from itertools import chain, pairwise
 from math import inf
 from textwrap import indent
-from typing import Any, Self
+from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
@@ -69,6 +69,9 @@ def layers_of(
     layers = [ConvertedLayer(k, segments, namespace) for k, segments in enumerate(found)]
     layers[0]._model_signature = signature
     _distribute(model, layers, found)
+    for layer in layers:
+        if any(kind in text for kind in _FLOATS for text, _ in layer._codes):
+            layer._converted_for = layer._dtype
     return layers
 
 
@@ -238,8 +241,7 @@ class ConvertedLayer(Holder):
         self._skip_namespaces = dict.fromkeys(self._syncpipe_skips.names, namespace)
         self._codes = [_written(segment, comes, goes, self) for segment in segments]
         self._functions = list(map(_compiled, self._codes))
-        self._retyped = False
-        self._dtypes: set[torch.dtype] = set()  # of its parameters and buffers, as converted
+        self._converted_for: torch.dtype | None = None  # where the code has dtypes in it
         #: The names of members in the model, and those in its state, in order.
         self._names: tuple[list[str], list[str]] = [], []
         self.register_load_state_dict_post_hook(  # type: ignore[no-untyped-call]
@@ -248,9 +250,12 @@ class ConvertedLayer(Holder):
 
     @property
     def _device(self) -> torch.device:
-        for tensor in (*self.parameters(), *self.buffers()):
-            return tensor.device
-        return torch.get_default_device()
+        return next(chain(self.parameters(), self.buffers()), torch.empty(0)).device
+
+    @property
+    def _dtype(self) -> torch.dtype | None:
+        tensors = chain(self.parameters(), self.buffers())
+        return next((tensor.dtype for tensor in tensors if tensor.is_floating_point()), None)
 
     def forward(self, input: Any) -> Any:
         """Runs the code.
@@ -259,7 +264,7 @@ class ConvertedLayer(Holder):
             input: the value that the layer before hands on, a tuple of all if there is not just
                 one; for the first layer the arguments of the model (a tensor, a tuple, a dict).
         """
-        if self._retyped:
+        if self._converted_for is not None and self._converted_for != self._dtype:
             raise TypeError(
                 "the dtype of the parameters was changed after the model was converted, and this "
                 f"code has the dtype of then in it: change it first, then convert\n{self}"
@@ -268,11 +273,8 @@ class ConvertedLayer(Holder):
         if self._model_signature is not None:
             input = _packed(self._model_signature.tensors(input))
         given = [store.take((namespaces[name], name), self) for name in skips.pop]
-        graded = torch.is_grad_enabled()
-        try:
+        with torch.set_grad_enabled(torch.is_grad_enabled()):  # also after an error
             sent = self._functions[0 if self.training else 1](self, input, *given)
-        finally:
-            torch._C._set_grad_enabled(graded)
         if self._is_last:
             return sent
         for name, value in zip(skips.stash, sent[1:], strict=True):
@@ -290,16 +292,6 @@ class ConvertedLayer(Holder):
         getattr(at, own)[name] = value
         if own == "_buffers" and not persistent:
             at._non_persistent_buffers_set.add(name)
-        inner = [*value.parameters(), *value.buffers()] if isinstance(value, nn.Module) else [value]
-        self._dtypes |= {tensor.dtype for tensor in inner if tensor.is_floating_point()}
-
-    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
-        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
-        # Only a dtype that no parameter has can have been that of the parameters.
-        gone = self._dtypes.isdisjoint(t.dtype for t in (*self.parameters(), *self.buffers()))
-        named = any(kind in text for kind in _FLOATS for text, _ in self._codes)
-        self._retyped = named and gone and bool(self._dtypes)
-        return self
 
     def _load_from_state_dict(
         self, state_dict: Any, prefix: str, metadata: Any, strict: bool, *messages: list[str]
