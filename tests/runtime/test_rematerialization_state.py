@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import os
 
 import pytest
 import torch
@@ -12,7 +13,16 @@ from torch.nn.utils import spectral_norm as old_spectral_norm
 from torch.nn.utils.parametrizations import spectral_norm
 
 from syncpipe import Pipe
-from tests.support.running import MODES, Do, assert_same, one_by_one, pipe_of, trained, weigh
+from tests.support.running import (
+    MODES,
+    Do,
+    assert_same,
+    in_threads,
+    one_by_one,
+    pipe_of,
+    trained,
+    weigh,
+)
 
 X = torch.randn(12, 6, generator=torch.Generator().manual_seed(7))
 
@@ -229,3 +239,24 @@ def test_what_a_pipe_would_leave_out_of_the_container_is_refused(register):
     register(module, lambda *_: None)
     with pytest.raises(ValueError, match="which a pipe would not run"):
         Pipe(module, [1])
+
+
+class Slow(nn.Module):
+    """Counts in a buffer, and others may run in the middle of it."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, x):
+        calls = self.calls + 1
+        os.sched_yield()
+        self.calls.copy_(calls)
+        return x
+
+
+def test_threads_that_call_a_pipe_change_its_buffers_one_after_another():
+    layers = nn.Sequential(Slow(), Slow())
+    pipe = Pipe(layers, [2], devices=["cpu"], chunks=6, checkpoint="never")  # on their threads
+    in_threads(lambda _: [pipe(X) for _ in range(30)], *range(2))
+    assert [layer.calls.item() for layer in layers] == [360, 360]
