@@ -9,16 +9,14 @@ another.
 from __future__ import annotations
 
 import math
-from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from itertools import count, product
-from typing import Any
+from itertools import product
 
 from syncpipe.schedules.greedy import ROUNDING, Lister, Problem, Urgencies
 from syncpipe.schedules.named import SCHEDULES, build, naive, one_f_one_b, zb_h1
-from syncpipe.schedules.player import Cells, Costs, counted, lower_bound, quickest
+from syncpipe.schedules.player import Costs, counted, lower_bound, quickest
 from syncpipe.schedules.schedule import HALVES, Action, Kind, Schedule, stages_on
 
 __all__ = ["AutoSchedule", "Report", "auto", "bound_of"]
@@ -109,10 +107,9 @@ def auto(
     p = replace(p, limits=_sizes("memory", memory, d))
     known = _known(p, starts)
     steps = {name: p.play(schedule.actions).makespan for name, schedule in known.items()}
-    order = [known[name] for name in sorted(steps, key=lambda name: steps[name])]
     shortest, bound = min(steps.values()), bound_of(p)
-    rows, step = order[0].actions, math.inf
-    for time, found in _found(p, order):
+    rows, step = known[min(steps, key=lambda name: steps[name])].actions, math.inf
+    for time, found in _found(p):
         if time < step * (1 - ROUNDING) and time <= shortest * (1 + ROUNDING):
             rows, step = found, time
         if step <= bound * (1 + _CLOSE):
@@ -148,66 +145,39 @@ def _known(p: Problem, starts: Iterable[Schedule]) -> dict[str, Schedule]:
     return fitting
 
 
-def _found(p: Problem, starts: Iterable[Schedule]) -> Iterator[tuple[float, _Rows]]:
-    """Schedules and their steps: those given, with micro-batches in order, and lists of these."""
+def _found(p: Problem) -> Iterator[tuple[float, _Rows]]:
+    """Schedules and their steps: lists again and again, with micro-batches in order, until that was
+    of no use twice.
+    """
     # What brings gradients on first, then forwards, then weight halves.
     ranks: dict[Kind, int] = {"backward": 0, "backward_input": 0, "forward": 1, HALVES[1]: 2}
-    stages = range(len(p.device_of))
-    urgencies: list[Urgencies] = [
-        {kind: [[float(rank * p.m + i) for i in range(p.m)] for _ in stages]
-         for kind, rank in ranks.items()}
-    ]  # fmt: skip
-    for schedule in starts:
-        rows = _in_order(p, schedule)
-        if p.fits(rows):
-            played = p.play(rows)
-            yield played.makespan, rows
-            urgencies.append(_ends(played.cells))
+    stages, numbers = range(len(p.device_of)), range(p.m)
     lists = [
-        [[Action(kind, i, j) for i in range(p.m)] for kind in p.kinds for j in own]
+        [[Action(kind, i, j) for i in numbers] for kind in p.kinds for j in own]
         for own in stages_on(p.device_of)
     ]
-    for patience, each, careful in product(_PATIENCE, urgencies[:2], (True, False)):
-        if not careful or any(p.spare):
-            yield from _back_and_forth(p, lists, each, patience, careful)
-
-
-def _back_and_forth(
-    p: Problem, lists: Sequence[Sequence[list[Action]]], urgencies: Urgencies, *how: Any
-) -> Iterator[tuple[float, _Rows]]:
-    """Lists again and again, until that was of no use twice."""
-    least, useless = math.inf, 0
-    while useless < 2:
-        useless += 1
-        for mirrored in (False, True):
-            found = Lister(p, lists, urgencies, *how, mirrored=mirrored)
-            if found.stuck:
-                return
-            rows = tuple([tuple(row[:: -1 if mirrored else 1]) for row in found.rows])
+    for patience, careful in product(_PATIENCE, (True, False) if any(p.spare) else (False,)):
+        urgencies: Urgencies = {
+            kind: [[float(rank * p.m + i) for i in numbers] for _ in stages]
+            for kind, rank in ranks.items()
+        }
+        least, useless, mirrored = math.inf, 0, False
+        while useless < 4:
+            made = Lister(p, lists, urgencies, patience, careful, mirrored=mirrored)
+            if made.stuck:
+                break
+            rows = tuple([tuple(row[:: -1 if mirrored else 1]) for row in made.rows])
             time = p.play(rows).makespan
             yield time, rows
+            useless += 1
             if time < least * (1 - ROUNDING):
-                least, useless = time, 0
+                least, useless = time, mirrored
             # What ends last in this direction is the first in the other one.
-            urgencies = _ends(found.cells, -1)
-
-
-def _ends(cells: Cells, sign: int = 1) -> Urgencies:
-    """When the actions ended, in this direction or in the other one."""
-    return {k: [[sign * end for end in cell.ends] for cell in row] for k, row in cells.items()}
-
-
-def _in_order(p: Problem, schedule: Schedule) -> _Rows:
-    """The same kinds in the same order, with the micro-batches of each stage in theirs."""
-    numbers: dict[tuple[Kind, int], Iterator[int]] = defaultdict(count)
-    kinds: dict[Kind, tuple[Kind, ...]] = {"backward": HALVES}
-    if not p.split:
-        kinds = {HALVES[0]: ("backward",), HALVES[1]: ()}
-    rows = []
-    for row in schedule.actions:
-        each = [(kind, j) for old, _, j in row for kind in kinds.get(old, (old,))]
-        rows.append(tuple([Action(kind, next(numbers[kind, j]), j) for kind, j in each]))
-    return tuple(rows)
+            urgencies = {
+                kind: [[-end for end in cell.ends] for cell in row]
+                for kind, row in made.cells.items()
+            }
+            mirrored = not mirrored
 
 
 def bound_of(p: Problem) -> float:
