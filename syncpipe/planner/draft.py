@@ -145,7 +145,6 @@ class Terms:
         self.profile = profile.of(batch_size)
         self.machine, self.batch_size, self.param_scale = machine, batch_size, param_scale
         self._chains: dict[int, Chain] = {}
-        self._held: dict[tuple[object, ...], Held] = {}
         #: Under 1F1B: what became of micro-batches, slots and balance.
         self._known: dict[tuple[object, ...], Draft] = {}
         #: What a stage can do with its activations.
@@ -181,20 +180,15 @@ class Terms:
 
     def held(self, form: Form, s: int, i: int, j: int, mode: Mode) -> Held:
         """What stage ``s`` with the layers ``[i, j)`` takes."""
-        q, q0, speed = form.in_flight[s], form.in_flight[0], self.machine.speed[form.device_of[s]]
-        shared = form.replicas[s] > 1
-        key = (form.m, q, q0, speed, i, j, mode, form.split, shared)
-        if key not in self._held:
-            chain = self.chain(form.m)
-            run = chain.run(i, j)
-            found = chain.held(run, q, q0, mode, self.machine.host * run.forward / speed)
-            if form.split:
-                sent = zip(chain.inputs[i + 1 : j + 1], chain.weight[i:j], strict=True)
-                found = found._replace(halves=sum(size for size, later in sent if later))
-            if shared:  # gradients of the other replicas, which arrive where the optimizer is
-                found = found._replace(fixed=found.fixed + self.trained(i, j))
-            self._held[key] = found
-        return self._held[key]
+        chain, q, q0 = self.chain(form.m), form.in_flight[s], form.in_flight[0]
+        run, speed = chain.run(i, j), self.machine.speed[form.device_of[s]]
+        found = chain.held(run, q, q0, mode, self.machine.host * run.forward / speed)
+        if form.split:
+            sent = zip(chain.inputs[i + 1 : j + 1], chain.weight[i:j], strict=True)
+            found = found._replace(halves=sum(size for size, later in sent if later))
+        if form.replicas[s] > 1:  # gradients of the others, which arrive where the optimizer is
+            found = found._replace(fixed=found.fixed + self.trained(i, j))
+        return found
 
     def stages(self, form: Form, balance: Sequence[int], modes: Sequence[Mode]) -> list[Held]:
         """What the stages of a cut take."""

@@ -11,6 +11,7 @@ left, there and back, and ``D`` what happens to its right. Then
 
     m > q:   T >= pre + m (F+R) + [D - (q-1) F]+ + [D - (q-1) R]+
     m <= q:  T >= pre + max( m (F+R),  F + D + B + (m-1) R,  m F + D + B )
+    always:  T >= pre + ceil(m / q) (F + D + B)
 
 Of storing, recomputing and offloading a stage does what has the least bound.
 
@@ -28,6 +29,7 @@ from contextlib import suppress
 from dataclasses import replace
 from functools import lru_cache
 from itertools import accumulate, pairwise, product
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -69,12 +71,11 @@ Balance = tuple[int, ...]
 Chunks = int | Iterable[int] | None
 
 
+_rank = attrgetter("rank")
+
+
 class NoPlan(ValueError):
     """Nothing fits into memory."""
-
-
-def _rank(draft: Draft) -> tuple[float, ...]:
-    return draft.rank
 
 
 # -- 1F1B ------------------------------------------------------------------------------------------
@@ -180,7 +181,8 @@ class Program:
 
         for mode in self.terms.modes if limit < math.inf else self.terms.modes[:1]:
             q = torch.full_like(f, asked[0] if asked else self.count)
-            more, least = over(q, mode), over(torch.ones_like(f), mode)
+            more = over(q, mode)
+            least = more if asked else over(torch.ones_like(f), mode)
             for _ in range(0 if asked else 3):  # memory grows in two or three straight lines
                 grows = ((more - least) / (q - 1).clamp(min=1)).clamp(min=1e-30)
                 fewer = torch.minimum(1 + (-least / grows).floor(), q - 1).clamp(min=1)
@@ -323,12 +325,11 @@ def search_orders(terms: Terms, **choice: Any) -> tuple[tuple[int, ...], list[Dr
     """The order of the devices (:meth:`.Machine.orders`) with the fastest plan, and what
     :func:`search` found for it; the order as given, and none, if nothing fits.
     """
-    best: tuple[tuple[int, ...], list[Draft]] = (tuple(range(len(terms.machine))), [])
-    for order in terms.machine.orders():
-        found = search(terms.on(terms.machine.ordered(order)), **choice)
-        if found and (not best[1] or found[0].time < best[1][0].time * (1 - NOTICED)):
-            best = order, found
-    return best
+    machine = terms.machine
+    tried = (
+        (order, search(terms.on(machine.ordered(order)), **choice)) for order in machine.orders()
+    )
+    return min(tried, key=lambda pair: _rounded(pair[1][0].time) if pair[1] else math.inf)
 
 
 def improved(terms: Terms, draft: Draft, work: int) -> tuple[Draft, int]:

@@ -103,10 +103,6 @@ class Costs:
         kinds = (forward,) * n, (backward_input,) * n, (backward_weight,) * n
         return cls(*kinds, transfer=(transfer,) * (n - 1), update=(update,) * n)
 
-    def at(self, i: int, m: int) -> Costs:
-        """Those of micro-batch ``i`` of ``m``."""
-        return self if self.last is None or i < m - 1 else self.last
-
     @cached_property
     def times(self) -> dict[Kind, list[float]]:
         """For each kind of action and stage."""
@@ -146,7 +142,7 @@ def cells_of(
     There are the kinds that a schedule can have, and ``more``. Mirrored is back in time: what sent
     then waits, and a recomputation is a part of its backward.
     """
-    last, counts, none = costs.at(m - 1, m), recomputed or (0,) * len(device_of), [0.0] * m
+    last, counts, none = costs.last or costs, recomputed or (0,) * len(device_of), [0.0] * m
     cells: Cells = {}
     for kind in (*LETTERS.values(), *more):
         cells[kind] = []

@@ -444,17 +444,18 @@ def test_everything_starts_as_soon_as_it_can(data: st.DataObject) -> None:
     for d, row in enumerate(schedule.actions):
         free = 0.0
         for kind, i, j in row:
+            own = last if i == m - 1 else costs
             needed = [spans[each].end for each in schedule.predecessors(Action(kind, i, j))]
             if kind != "backward_weight":
                 needed.append(busy[i, j, kind != "forward"])
             if kind in ("backward", "backward_input") and i < counts[j]:
                 again = spans[Action("recompute", i, j)]
                 assert (again.row, again.start) == (d, free)
-                free += costs.at(i, m).recompute[j]
+                free += own.recompute[j]
                 assert again.end == free
             span = spans[Action(kind, i, j)]
             assert (span.row, span.start) == (d, max([free, *needed]))
-            free = span.start + costs.at(i, m).times[kind][j]
+            free = span.start + own.times[kind][j]
             assert span.end == free
     assert len(spans) == len(simulation.spans) == sum(map(len, schedule.actions)) + sum(counts)
     for found in (simulation.spans, simulation.transfers):
