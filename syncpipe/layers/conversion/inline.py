@@ -89,12 +89,13 @@ class Inlined:
     @property
     def whole(self) -> list[Whole]:
         """The modules that were not inlined though they have others inside."""
-        return [
-            found
-            for path, found in self.leaves.items()
-            if self.model.get_submodule(path)._modules
-            and not any(path.startswith(f"{outer}.") for outer in self.leaves)
-        ]
+        found = [self.leaves[path] for path in self._outermost()]
+        return [leaf for leaf in found if self.model.get_submodule(leaf.path)._modules]
+
+    def _outermost(self) -> list[str]:
+        """The leaves that are in no other one."""
+        outer = [f"{path}." for path in self.leaves]
+        return [path for path in self.leaves if not any(map(path.startswith, outer))]
 
     def _try(self) -> None:
         try:
@@ -287,7 +288,7 @@ class Inlined:
             theirs = {path: module.training for path, module in model.named_modules()}
             for module in model.modules():
                 module.training = mode
-            for path in self.leaves:  # as the layers do
+            for path in self._outermost():  # as the layers do
                 model.get_submodule(path).train(mode)
             for path, module in model.named_modules():
                 if module.training is not theirs[path]:

@@ -157,8 +157,8 @@ def _give_values(model: nn.Module) -> None:
     ``tensor[i, j, k] = numbers[i + j + k]``, as many as the sum of its sizes.
     """
     views: dict[int, Tensor] = {}
-    for module, _, name, tensor in list(places_of(model)):
-        if tensor.is_meta and id(tensor) not in views:
+    for module, _, name, tensor in [place for place in places_of(model) if place[3].is_meta]:
+        if id(tensor) not in views:
             steps = torch.arange(max(1, sum(tensor.shape))) % 17 - 8
             values = steps / 100 if tensor.is_floating_point() else steps * 0
             view: Any = values.to(tensor.dtype).as_strided(tensor.shape, (1,) * tensor.dim())
@@ -166,7 +166,7 @@ def _give_values(model: nn.Module) -> None:
                 view = torch.Tensor._make_subclass(type(tensor), view, tensor.requires_grad)
             view.__dict__.update(vars(tensor))
             views[id(tensor)] = view
-        setattr(module, name, views.get(id(tensor), tensor))
+        setattr(module, name, views[id(tensor)])
 
 
 # Comparing

@@ -83,15 +83,26 @@ def test_a_call_of_a_class_itself_is_made_once(verify: bool) -> None:
     assert torch.equal(sequential(model, x, verify=verify)(x), model(x))
 
 
-def test_a_module_that_stays_in_evaluation_by_itself_does() -> None:
-    class Stays(nn.Dropout):
-        def train(self, mode: bool = True) -> Any:
-            return super().train(False)
+class Stays(nn.Dropout):
+    """Is in evaluation in training."""
 
-    layers, x = (
-        sequential(nn.Sequential(nn.Linear(4, 4), Stays()), torch.rand(3, 4)),
-        torch.ones(3, 4),
-    )
+    def train(self, mode: bool = True) -> Any:
+        return super().train(False)
+
+
+class Freezes(nn.Sequential):
+    """Likewise what is in it."""
+
+    def train(self, mode: bool = True) -> Any:
+        super().train(mode)
+        self[0].eval()
+        return self
+
+
+def test_a_module_that_stays_in_evaluation_by_itself_does() -> None:
+    leaf = Freezes(nn.Dropout())
+    leaf.register_forward_hook(lambda *_: None)
+    layers = sequential(nn.Sequential(nn.Linear(4, 4), Stays(), leaf), x := torch.rand(3, 4))
     assert torch.equal(layers.train()(x), layers.eval()(x))
 
 
