@@ -27,7 +27,7 @@ from syncpipe.data import (
     scatter_pair,
     unflatten,
 )
-from syncpipe.layers.conversion.signature import batch_input
+from syncpipe.layers.conversion.signature import batch_input, call_arguments
 from syncpipe.options import checked_schedule
 from syncpipe.pipe import Pipe
 from syncpipe.runtime.errors import annotate
@@ -334,7 +334,8 @@ class _Check:
 
     def _forward(self) -> Values:
         inputs, given = self._leaves_of_input()
-        output = self._pipe(batch_input(self._pipe, given))
+        args, kwargs = call_arguments(self._pipe, given)
+        output = self._pipe(*args, **kwargs)
         kept, source = _detached(output), self._source(self._pipe.chunks)
         objective, sizes = self._objective(source), source.sizes
 

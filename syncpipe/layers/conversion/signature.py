@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from syncpipe.data import NoChunk, described, flatten, leaf_names, unflatten
 from syncpipe.layers.conversion.trace import equal
 
-__all__ = ["Signature", "batch_input", "call_input", "model_signature"]
+__all__ = ["Signature", "batch_input", "call_arguments", "call_input", "model_signature"]
 
 
 _Arguments = tuple[tuple[Any, ...], dict[str, Any]]
@@ -106,18 +106,18 @@ class Signature:
 
     def call(self, tensors: Iterable[Tensor]) -> _Arguments:
         """The arguments of the sample, with copies of these tensors: models write into them."""
-        rest = (t.detach().clone().requires_grad_(t.requires_grad) for t in tensors)
+        copies = (t.detach().clone().requires_grad_(t.requires_grad) for t in tensors)
+        return self.arguments(copies)
+
+    def arguments(self, values: Iterable[Any]) -> _Arguments:
+        """The arguments of the sample, with these values in the place of its tensors."""
+        rest = iter(values)
         leaves = [next(rest) if leaf is Tensor else leaf for leaf in self._sample.values()]
         bound = inspect.BoundArguments(self.parameters, unflatten(leaves, self._structure))
         return bound.args, bound.kwargs
 
     def given(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
-        """The tensors (or ``NoChunk``) among arguments, the rest of which is as in the sample.
-
-        What :meth:`packed` makes of them stands for all arguments.
-        """
-        if len(args) == 1 and isinstance(args[0], Mapping) and [*args[0]] == self.names:
-            return list(args[0].values())
+        """The tensors (or ``NoChunk``) among arguments, the rest of which is as in the sample."""
         found = _named(self._bound(args, kwargs))
         for name in {**self._sample, **found}:
             then, now = self._sample.get(name, ...), found.get(name, ...)
@@ -131,8 +131,8 @@ class Signature:
 
     def given_as_one(self, input: Any) -> list[Any]:
         """Likewise of one input: a tuple is positional arguments, a mapping goes by keyword."""
-        if isinstance(input, Mapping) and [*input] != self.names:
-            return self.given((), dict(input))
+        if isinstance(input, Mapping):
+            return list(input.values()) if [*input] == self.names else self.given((), dict(input))
         return self.given(tuple(input) if isinstance(input, (tuple, list)) else (input,), {})
 
     def packed(self, values: list[Any]) -> Any:
@@ -160,7 +160,8 @@ class Signature:
 
     def tensors(self, input: Any) -> list[Tensor]:
         """The tensors of what the first layer gets, in the order of the sample."""
-        values = self.given_as_one(input)
+        alone = self._alone and isinstance(input, Tensor)
+        values = [input] if alone else self.given_as_one(input)
         self._check(values, whole=False)
         return list(map(_bare, values))
 
@@ -228,6 +229,14 @@ def batch_input(layers: nn.Module, input: Any) -> Any:
     """What the first layer gets for ``train_batch(input)``: a tuple or a dict is arguments."""
     signature = _signature(layers)
     return input if signature is None else signature.packed(signature.given_as_one(input))
+
+
+def call_arguments(layers: nn.Module, input: Any) -> _Arguments:
+    """How layers are called themselves with what is an input for ``train_batch``."""
+    signature = _signature(layers)
+    if signature is None:
+        return (input,), {}
+    return signature.arguments(signature.given_as_one(input))
 
 
 def model_signature(layers: nn.Module) -> inspect.Signature | None:

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.testing import assert_close
 
-from syncpipe import NoChunk, Pipe, sequential
+from syncpipe import NoChunk, Pipe, sequential, verify
 from tests.layers.conversion.models import (
     Backwards,
     Dense,
@@ -100,6 +100,16 @@ def test_the_target_is_taken_out_of_a_mapping():
     assert_close(loss, loss_fn(pipe(ids, mask), ids).detach())
     assert sorted(batch) == ["ids", "labels", "mask"]
     assert_close(pipe.eval_batch(batch, target="labels", loss_fn=loss_fn), loss)
+
+
+def test_one_tensor_beside_what_has_to_be_as_in_the_sample():
+    x = torch.rand(4, 4)
+    model, pipe = two(torch.rand(3, 4), scale=2.0)
+    assert torch.equal(pipe(x, scale=2.0), model(x, scale=2.0))
+    assert verify(pipe, {"x": x}, loss_fn=lambda y: y.square().mean()).ok
+    for call in (pipe, lambda x: pipe.train_batch(x, loss_fn=torch.mean)):
+        with pytest.raises(ValueError, match=r"scale is 2\.0, and here it is 1\.0"):
+            call(x)
 
 
 def test_tensors_without_the_batch_go_whole():
