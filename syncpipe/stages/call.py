@@ -284,13 +284,13 @@ class Call(MiniBatch):
                         leaf = self.instead[stage.number].setdefault(id(tensor), leaf)
                         self.originals[id(leaf)] = tensor
 
-    def run(self, steps: Steps, task: Any, input: Any) -> None:
+    def run(self, steps: Steps, task: Any) -> None:
         """Runs a program to its end. The caller's streams then wait for all that it did.
 
-        The ``task`` says what to do for each action (``bind``). The ``input``, a tree, comes from
-        the caller and is used by the first stage.
+        The ``task`` says what to do for each action (``bind``). What the caller gives it must live
+        until then: other streams use it.
         """
-        self._run(steps, task, input, inline=self.inline)
+        self._run(steps, task, inline=self.inline)
         if self.ties is not None:
             self.ties.finish()
         if self.replicas is not None:
@@ -303,21 +303,20 @@ class Call(MiniBatch):
 
         def run_here() -> None:
             with self.state.applied():
-                self._run(steps, task, (), inline=True)
+                self._run(steps, task, inline=True)
 
         try:
             # Where this thread cannot wait for workers, or others cannot do what it does.
             if self.inline or modes or RUNNING.get():
                 settled(run_here)
             else:
-                self._run(steps, task, (), inline=False)
+                self._run(steps, task, inline=False)
         finally:
             if self.state.autocasts:  # whose block the caller may have left
                 torch.clear_autocast_cache()
 
-    def _run(self, steps: Steps, task: Any, input: Any, *, inline: bool) -> None:
+    def _run(self, steps: Steps, task: Any, *, inline: bool) -> None:
         self._wait_for_caller()
-        self.lane_of[0].record_on_stream(tensors_in(input), self.caller_of[0])
         for j, offload in self._offloads.items():
             offload.goes_back(steps.backwards(j) or range(self.m)[::-1])
         engine = self.pipeline.engine

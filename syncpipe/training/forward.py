@@ -62,7 +62,7 @@ def forward(
     source, head = Source(micro_batches, [None] * call.m, [0] * call.m), _Outputs(call)
     leaves = Captured(call, micro_batches) if call.state.grad else None
     task = TrainingTask(call, source, head, leaves)
-    call.run(forward_steps(pipeline.edges, call.m, pipeline.placement), task, micro_batches[0])
+    call.run(forward_steps(pipeline.edges, call.m, pipeline.placement), task)
     outputs, head.outputs = call.collected(head.outputs), []
     if leaves is not None and any(map(any, head.flags)):
         entered = [tensor for i in range(call.m) for tensor in source.inputs(i)]

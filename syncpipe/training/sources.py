@@ -118,9 +118,6 @@ class Source:
         """The targets of all micro-batches, before any was pulled; None where nobody knows them."""
         return None if self.lazy else list(self._targets.values())
 
-    def entering(self) -> Any:
-        return None if self.lazy else self._inputs[0]
-
 
 class FromIterator(Source):
     """Takes ``m`` micro-batches from an iterator, each only when the first stage is ready for it.

@@ -136,7 +136,7 @@ def stream(
                 source.extent, chunks,
             )  # fmt: skip
             try:
-                call.run(program, _StreamTask(call, source, head, leaves, weights), None)
+                call.run(program, _StreamTask(call, source, head, leaves, weights))
             except BaseException as error:
                 updates = [own.updates for own in weights[:n]]
                 annotate(error, f"in train_stream, after {updates} updates of the stages' weights")

@@ -372,7 +372,7 @@ def train(
             def run() -> None:
                 for place in places:
                     place.clear()
-                call.run(steps, task, source.entering())
+                call.run(steps, task)
 
             undone(run, map(OrderedDict.update, places, hooks))
             results = _results(call, head, objective)
@@ -448,7 +448,7 @@ def evaluate(
         head = LossHead(call, objective, keep_outputs=objective is None)
         task = TrainingTask(call, source, head)
         steps = forward_steps(pipeline.edges, source.m, pipeline.placement)
-        call.run(steps, task, source.entering())
+        call.run(steps, task)
         results = _results(call, head, objective)
         if weighed is not None and objective is not None:
             weighed(objective)
