@@ -35,7 +35,7 @@ from benchmarks.common import Group, Options, Part, report
 from syncpipe.commands.arguments import whole_number
 from syncpipe.commands.demo import threads
 from syncpipe.schedules import Costs, gpipe, one_f_one_b, simulate
-from syncpipe.timeline import Timeline, save_comparison
+from syncpipe.timeline import Timeline, compare
 
 MODULES = (
     overhead, memory, schedules, planning, peers, data_parallel, one_call, converted, gpu,
@@ -86,7 +86,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     add("--list", action="store_true", help="print the names, and measure nothing")
     args = parser.parse_args(argv)
     if args.names == ["picture"]:
-        save_comparison(RESULTS / "schedules.svg", timelines())
+        compare(timelines()).savefig(RESULTS / "schedules.svg")
         return 0
     try:
         chosen = selected(args.names)

@@ -97,20 +97,14 @@ DEVICES: dict[str, DeviceSpec] = {
 
 
 def device_spec(on: str | DeviceSpec) -> DeviceSpec:
-    """The figures of a device, by name; case, spaces and dashes do not matter."""
-    if isinstance(on, DeviceSpec):
-        return on
-
-    def plain(name: object) -> str:
-        return "".join(filter(str.isalnum, str(name).lower()))
-
-    for spec in DEVICES.values():
-        if plain(spec.name) == plain(on):
-            return spec
-    raise ValueError(
-        f"on={on!r} is unknown; there are {', '.join(DEVICES)}. For another one give its "
-        "figures: on=syncpipe.balance.DeviceSpec(name, half=..., single=..., bandwidth=...)"
-    )
+    """The figures of a device, by name."""
+    found = on if isinstance(on, DeviceSpec) else DEVICES.get(on)
+    if found is None:
+        raise ValueError(
+            f"on={on!r} is unknown; there are {', '.join(DEVICES)}. For another one give its "
+            "figures: on=syncpipe.balance.DeviceSpec(name, half=..., single=..., bandwidth=...)"
+        )
+    return found
 
 
 class Roofline(TorchDispatchMode):  # type: ignore[no-untyped-call]

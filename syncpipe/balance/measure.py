@@ -57,7 +57,7 @@ from syncpipe.skip.layout import inspect_layout
 from syncpipe.skip.store import SkipKey, use_store
 from syncpipe.state import sandboxed
 
-__all__ = ["EFFICIENCY", "estimated", "profile", "samples_in"]
+__all__ = ["EFFICIENCY", "estimated", "profile", "resized", "samples_in"]
 
 #: Micro-batches are measured at so many sizes if nobody names them.
 SIZES = 4
@@ -171,8 +171,8 @@ def estimated(
 
 def _place(
     module: nn.Module, sample: Any, device: torch.device | str | int | None
-) -> tuple[torch.device | None, list[torch.device]]:
-    """Where layers are profiled, None for each where it is; and all of these devices."""
+) -> tuple[torch.device | None, torch.device, list[torch.device]]:
+    """Where layers are profiled, None for each where it is, or would be; and all the devices."""
     leaves = [leaf.tensor if isinstance(leaf, NoChunk) else leaf for leaf in flatten(sample)[0]]
     given = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
     tensors = [*module.parameters(), *module.buffers(), *given]
@@ -192,7 +192,9 @@ def _place(
             f"device={device!r}, but the sample is on meta and has no values to put there: leave "
             "device out to measure sizes, or make the sample elsewhere to measure time"
         )
-    return target, list(dict.fromkeys([target] if target else [t.device for t in tensors]))
+    home = target or next((tensor.device for tensor in given), torch.device("cpu"))
+    used = [target] if target else [tensor.device for tensor in tensors]
+    return target, home, list(dict.fromkeys(used))
 
 
 def samples_in(sample: Any) -> int:
@@ -220,22 +222,24 @@ def _sizes(samples: int, sizes: Iterable[int] | None) -> list[int]:
     return chosen
 
 
-def _cut(sample: Any, samples: int, size: int, device: torch.device | None) -> Any:
-    """The first part of the sample, in memory of its own."""
+def resized(sample: Any, size: int, device: torch.device | None = None) -> Any:
+    """So many samples in memory of their own, those of another batch again and again."""
     leaves, spec = flatten(sample)
-    made: dict[int, Tensor] = {}
+    samples = next((len(leaf) for leaf in leaves if isinstance(leaf, Tensor) and leaf.dim()), 1)
+    made: dict[int, Any] = {}
     for leaf in leaves:
-        if isinstance(leaf, Tensor):
+        if isinstance(leaf, NoChunk):
+            made[id(leaf)] = NoChunk(copy_of_tensor(leaf.tensor, device))
+        elif isinstance(leaf, Tensor) and leaf.dim():
             length, rest = divmod(len(leaf) * size, samples)
             if rest:
                 raise ValueError(
                     f"{size} of {samples} samples are no whole number of rows of {described(leaf)} "
                     "in the sample: make its tensors of one length, or name other sizes"
                 )
-            part = leaf.to(device or leaf.device)[:length]
-            made[id(leaf)] = part.detach().clone().requires_grad_(leaf.requires_grad)
-        elif isinstance(leaf, NoChunk):
-            made[id(leaf)] = copy_of_tensor(leaf.tensor, device)
+            rows = torch.arange(length, device=leaf.device) % max(1, len(leaf))
+            part = leaf.detach()[rows].to(device or leaf.device)
+            made[id(leaf)] = part.requires_grad_(leaf.requires_grad)
     return unflatten([made.get(id(leaf), leaf) for leaf in leaves], spec)
 
 
@@ -454,11 +458,9 @@ class _Profiler:
         verify_skippables(known)
         if not len(module):
             raise ValueError("module has no layers to measure")
-        self._sample, self._roofline, self._samples = sample, roofline, samples_in(sample)
-        self._sizes = _sizes(self._samples, sizes)
-        self._device, self._used = _place(module, sample, device)
-        given = [leaf.device for leaf in flatten(sample)[0] if isinstance(leaf, Tensor)]
-        self._home = self._device or next(iter(given), torch.device("cpu"))
+        self._sample, self._roofline = sample, roofline
+        self._sizes = _sizes(samples_in(sample), sizes)
+        self._device, self._home, self._used = _place(module, sample, device)
         # Not named_children(), which has each once.
         self._layers = [(k, layer) for k, layer in known._modules.items() if layer is not None]
         self._given, self._unpack = list(module), unpacks(module)
@@ -496,7 +498,9 @@ class _Profiler:
     def _run(self, bar: Any) -> Profile:
         self._deadline = clock.monotonic() + self._seconds
         for size in self._sizes:
-            self._values[size] = _cut(self._sample, self._samples, size, self._device)
+            leaves, spec = flatten(resized(self._sample, size, self._device))
+            whole = [leaf.tensor if isinstance(leaf, NoChunk) else leaf for leaf in leaves]
+            self._values[size] = unflatten(whole, spec)
         given = {size: size_of(value) for size, value in self._values.items()}
         found: list[dict[str, Any]] = []  # what a LayerProfile is made of
         window: list[list[_Visit]] = []

@@ -10,7 +10,7 @@ import json
 import math
 import os
 from collections.abc import Iterable, Mapping
-from dataclasses import MISSING, asdict, dataclass, field, fields, replace
+from dataclasses import MISSING, asdict, dataclass, field, fields
 from itertools import pairwise
 from numbers import Real
 from pathlib import Path
@@ -99,8 +99,6 @@ class Profile:
         skips: what goes from layer to layer beside the chain.
         input_bytes: what the first layer is given, by samples.
         device: where it was measured, or for what it was estimated, in words; empty if unknown.
-        whole: how many samples were measured is unknown: sizes are in mini-batches, and all
-            numbers are for 1.
         source: where the times are from: ``"measured"``, ``"estimated"``, ``"sizes"`` if only sizes
             were counted, and times, if there are any, were put in later; empty if unknown.
         spread: by what part of them measured times are uncertain; 0 if unknown.
@@ -111,7 +109,6 @@ class Profile:
     skips: tuple[SkipProfile, ...] = ()
     input_bytes: BySize = field(default_factory=dict)
     device: str = ""
-    whole: bool = False
     source: str = ""
     spread: float = 0.0
     load_average: float = 0.0
@@ -144,8 +141,8 @@ class Profile:
         """Refuses texts, numbers and numbers by size that are none."""
         for about in fields(thing):
             what, value, kind = f"{about.name} of {whose}", getattr(thing, about.name), about.type
-            if kind in ("str", "bool") and type(value).__name__ != kind:
-                raise TypeError(f"{what} is {value!r:.60}, no {kind}")
+            if kind == "str" and not isinstance(value, str):
+                raise TypeError(f"{what} is {value!r:.60}, no str")
             if kind in ("int", "float") or (kind == "float | None" and value is not None):
                 _check_number(what, value, 1 if about.name == "weight_share" else _MOST)
             if kind == "BySize" and (value or about.default_factory is MISSING):
@@ -171,8 +168,7 @@ class Profile:
         if self.source == "estimated":
             return f"times estimated for {self.device}; sizes counted without values"
         if self.source == "sizes":
-            times = "times given by hand, " if self.timed else ""
-            return f"{times}sizes counted on {self.device}"
+            return f"sizes counted on {self.device}"
         return f"measured on {self.device}" if self.device else ""
 
     @property
@@ -180,32 +176,14 @@ class Profile:
         """The sizes of a micro-batch, in samples, that were measured; ascending."""
         return tuple(sorted(self.layers[0].forward))
 
-    def of(self, samples: int) -> Profile:
-        """Return a profile of one mini-batch of unknown size as one of so many samples."""
-        if samples < 1:
-            raise ValueError(f"samples={samples}: a mini-batch has at least one sample")
-
-        def relabelled(thing: _T, **more: Any) -> _T:
-            made: Any = thing
-            for key in _by_size(type(thing)):
-                more[key] = {samples * n: number for n, number in getattr(thing, key).items()}
-            return replace(made, **more)  # type: ignore[no-any-return]
-
-        if not self.whole:
-            return self
-        layers, skips = (tuple(map(relabelled, some)) for some in (self.layers, self.skips))
-        return relabelled(self, layers=layers, skips=skips, whole=False)
-
     @classmethod
-    def from_list(
-        cls, entries: Iterable[Mapping[str, Any]], *, samples: int | None = None
-    ) -> Profile:
+    def from_list(cls, entries: Iterable[Mapping[str, Any]], *, samples: int) -> Profile:
         """Make a profile from one entry for each layer, measured on one batch.
 
         Args:
             entries: each with ``name``, ``forward_ms``, ``backward_ms``, ``activation_bytes`` (its
                 output), ``parameter_bytes`` and ``stored_bytes``; anything else is left aside.
-            samples: how many were measured; if unknown, those of the mini-batch to plan for.
+            samples: how many were in the batch.
 
         Raises:
             ValueError: an entry lacks something, or a number is none or negative.
@@ -220,12 +198,11 @@ class Profile:
             forward, backward, output, parameters, stored = (entry[key] for key in _ENTRY)
             layers.append(
                 LayerProfile(
-                    entry["name"], {1: forward / 1e3}, {1: backward / 1e3}, {1: output},
-                    {1: stored}, parameter_bytes=parameters,
+                    entry["name"], {samples: forward / 1e3}, {samples: backward / 1e3},
+                    {samples: output}, {samples: stored}, parameter_bytes=parameters,
                 )
             )  # fmt: skip
-        found = cls(tuple(layers), whole=True)
-        return found if samples is None else found.of(samples)
+        return cls(tuple(layers))
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write a JSON file that :meth:`load` reads."""
@@ -241,29 +218,27 @@ class Profile:
         """
         try:
             data = json.loads(Path(path).read_text(encoding="utf-8-sig"))
-            if isinstance(data, list):
-                found = cls.from_list(data)
-            elif data.pop("syncpipe_profile") != _VERSION:
+            if isinstance(data, list) != (samples is not None):
+                raise ValueError(
+                    f"samples={samples}: how many were measured is to be given for a list of "
+                    "entries, and only for that"
+                )
+            if samples is not None:
+                return cls.from_list(data, samples=samples)
+            if data.pop("syncpipe_profile") != _VERSION:
                 raise ValueError(f"syncpipe_profile is not {_VERSION}")
-            else:
-                for key, kind in (("layers", LayerProfile), ("skips", SkipProfile)):
-                    data[key] = [_read(kind, entry) for entry in data[key]]
-                found = _read(cls, data)
+            for key, kind in (("layers", LayerProfile), ("skips", SkipProfile)):
+                data[key] = [_read(kind, entry) for entry in data[key]]
+            return _read(cls, data)
         except (AttributeError, LookupError, RecursionError, TypeError, ValueError) as error:
             raise ValueError(
                 f"{path} is no profile ({type(error).__name__}: {error}): it must be JSON that "
                 f"Profile.save wrote, or a list of entries with name, {', '.join(_ENTRY)}"
             ) from error
-        if samples is not None and not found.whole:
-            raise ValueError(f"samples={samples}: {path} says itself how many were measured")
-        return found if samples is None else found.of(samples)
 
     def table(self) -> str:
         """Return a line for each layer, for the largest micro-batch that was measured."""
         n, layers = self.sizes[-1], self.layers
-        of = "one mini-batch" if self.whole else count(n, "sample")
-        counted = self.source in ("estimated", "sizes")
-        where = f", {self.how}" if counted else f" on {self.device}" if self.device else ""
         stored = sum(x.stored_bytes[n] - x.shared_bytes.get(n, 0) for x in layers)
         rows = [("layer", "forward", "backward", "output", "stored", "parameters")]
         for name, some, output, kept in [
@@ -278,7 +253,9 @@ class Profile:
             rows.append((name, forward, backward, output, in_bytes(kept), parameters))
         ends = [(skip, layers[skip.stash].name, layers[skip.pop].name) for skip in self.skips]
         skips = (f"skip {s.name}: {a} to {b}, {in_bytes(s.bytes[n])}" for s, a, b in ends)
-        return "\n".join([of + where, *columns(rows), *skips])
+        return "\n".join(
+            [count(n, "sample") + f", {self.how}" * bool(self.how), *columns(rows), *skips]
+        )
 
     def __str__(self) -> str:
         return self.table()

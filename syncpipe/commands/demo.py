@@ -23,7 +23,7 @@ import syncpipe
 from syncpipe.commands.arguments import whole_number
 from syncpipe.runtime.streams import accelerators
 from syncpipe.schedules import build
-from syncpipe.timeline import save_comparison
+from syncpipe.timeline import compare
 
 #: Images in a mini-batch of the training, and of the step that is planned and timed: with few a CPU
 #: worker has little to do for each micro-batch, and an accelerator nothing.
@@ -115,7 +115,7 @@ def run(args: argparse.Namespace) -> int:
         except (TypeError, ValueError) as error:  # such as devices that are not here
             say(f"demo: {error}", file=sys.stderr)
             return 2
-        pipe = syncpipe.Pipe(model, **plan.options(), devices=devices)
+        pipe = syncpipe.Pipe(model, **plan.options(), devices=plan.devices)
         first = pipe.devices[0]  # a pipe's input is there
         digits = Digits(*[tensor.to(first) for tensor in digits])
         images, labels = images.to(first), labels.to(first)
@@ -140,12 +140,12 @@ def run(args: argparse.Namespace) -> int:
             pipe.train_batch(images, labels, loss_fn=F.cross_entropy)
         timelines = {"measured": trace, "simulated": plan.timeline()}
         try:
-            save_comparison(PICTURE, timelines)
+            compare(timelines).savefig(PICTURE)
             say(f"   {PICTURE}: measured above simulated")
         except (ImportError, OSError) as error:
             say(f"   (no picture: {error})\n{trace.table()}")
         for name, timeline in timelines.items():
-            say(f"   {name}: {1e3 * timeline.makespan:.1f} ms, bubble {timeline.bubble:.1%}")
+            say(f"   {name}: {timeline.summary}")
     say("Next: docs/guide.md wraps your own model, docs/schedules.md reads the picture.")
     return 0 if report.ok else 1
 

@@ -123,13 +123,15 @@ def _measured(args: argparse.Namespace) -> Profile:
         raise _Refused("--efficiency is of a device to estimate for: give --on")
     with torch.device("meta") if args.on is not None else nullcontext():
         module, sample = _model(args.model)
-        if args.sample is not None:
-            sample = _made(*args.sample)
-    if sample is None:
+    if sample is None and args.sample is None:
         raise _Refused("--sample is missing: which shape has a micro-batch? Such as 64x3x224x224")
     try:
-        if args.sample is not None and isinstance(module, nn.Module):
-            sample = sample.to(next((p.device for p in module.parameters()), sample.device))
+        if args.sample is not None:
+            shape, dtype = args.sample
+            own = module.parameters() if isinstance(module, nn.Module) else ()
+            place = "meta" if args.on is not None else next((p.device for p in own), "cpu")
+            floating = dtype.is_floating_point or dtype.is_complex
+            sample = (torch.randn if floating else torch.zeros)(shape, dtype=dtype, device=place)
         if not isinstance(module, nn.Sequential | list):
             module = sequential(module, sample, verify=args.on is None)
         found = layers_of(
@@ -145,15 +147,6 @@ def _measured(args: argparse.Namespace) -> Profile:
     if args.profile is not None:
         found.save(args.profile)
     return found
-
-
-def _made(shape: list[int], dtype: torch.dtype) -> torch.Tensor:
-    """A sample of random numbers, or of zeros if they are whole."""
-    whole = not (dtype.is_floating_point or dtype.is_complex)
-    try:
-        return torch.zeros(shape, dtype=dtype) if whole else torch.randn(shape, dtype=dtype)
-    except (RuntimeError, TypeError, OverflowError) as error:
-        raise _Refused(f"--sample cannot be made: {str(error).splitlines()[0]}") from error
 
 
 def _model(name: str) -> tuple[Any, Any]:

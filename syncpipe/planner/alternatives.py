@@ -95,18 +95,10 @@ def _of(terms: Terms, name: str, draft: Draft, instead: str = "") -> Alternative
         if needs > limit and draft.excess > 1:
             note = f"{machine.names[d]} would need {in_bytes(needs, up=True)}"
             break
-    note += f"; balance={_listed(draft.balance)}, chunks={draft.chunks}"
+    note += f"; balance={list(draft.balance)}, chunks={draft.chunks}"
     recomputed = draft.modes.count("recompute")
     note += f", recomputes {count(recomputed, 'stage')}" * bool(recomputed)
     return Alternative(name, draft.time if draft.excess <= 1 else None, note, instead, draft)
-
-
-def _listed(balance: Sequence[int]) -> str:
-    """A balance, the middle of a long one left out."""
-    if len(balance) <= 16:
-        return str(list(balance))
-    first, last = (", ".join(map(str, part)) for part in (balance[:8], balance[-4:]))
-    return f"[{first}, .., {last}]"
 
 
 def _other_cuts(terms: Terms, chosen: Draft) -> Iterator[Alternative]:

@@ -18,10 +18,10 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from syncpipe.balance import param_scale_of
-from syncpipe.balance.measure import samples_in
+from syncpipe.balance.measure import resized, samples_in
 from syncpipe.balance.profile import Profile
 from syncpipe.checkpoints import reader
-from syncpipe.data import NoChunk, flatten, storage_of, tensors_in, unflatten
+from syncpipe.data import storage_of, tensors_in
 from syncpipe.layers.conversion.sequential import sequential
 from syncpipe.layers.conversion.signature import call_input
 from syncpipe.layers.placement import check_devices, default_devices
@@ -192,7 +192,7 @@ def _measured(
     """
     while True:
         try:
-            sample = _resized(input, rows)
+            sample = resized(input, rows)
             found = layers_of(layers, sample, devices=devices, timeout=timeout, progress=False)
             return found, speeds_of(layers, sample, devices, timeout)
         except torch.OutOfMemoryError as error:
@@ -204,26 +204,6 @@ def _measured(
                     "the model smaller layers, or a device with more memory"
                 ) from None
         rows = -(-rows // 4)
-
-
-def _resized(tree: Any, rows: int, place: torch.device | None = None) -> Any:
-    """A batch of so many samples, those of another one again and again."""
-    leaves, structure = flatten(tree)
-    cut = [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.dim()]
-    samples = len(cut[0]) if cut else 1
-
-    def resized(leaf: Any) -> Any:
-        if isinstance(leaf, NoChunk):
-            return NoChunk(leaf.tensor if place is None else leaf.tensor.to(place))
-        if not isinstance(leaf, Tensor):
-            return leaf
-        made = leaf.detach()
-        if leaf.dim() and len(leaf) == samples:
-            made = made[torch.arange(rows, device=leaf.device) % samples]
-        made = made if place is None else made.to(place)
-        return made.requires_grad_(leaf.requires_grad)
-
-    return unflatten(map(resized, leaves), structure)
 
 
 # One step
@@ -246,8 +226,8 @@ def _tried(
         torch.accelerator.synchronize(place)
         torch.accelerator.reset_peak_memory_stats(place)
         before[place] = torch.accelerator.memory_allocated(place) - _bytes_on(pipe, place)
-    batch = _resized(input, batch_size, pipe.devices[0])
-    goal = None if target is None else _resized(target, batch_size)
+    batch = resized(input, batch_size, pipe.devices[0])
+    goal = None if target is None else resized(target, batch_size)
     trained = [p for p in pipe.parameters() if p.requires_grad and p.device in before]
 
     def taken(part: float) -> list[Tensor]:
@@ -307,5 +287,5 @@ def _report(found: Plan, used: dict[str, int], part: float) -> str:
         if alone.time is not None:
             speed = f"{alone.time / found.step_time:.2f} times one device"
     words = "measured" if used else "planned"
-    limited = "".join(limited_by(found))
+    limited = limited_by(found)
     return f"fits: {shape}; {words}: {memory}\nspeed: {speed}\nlimited by: {limited}"

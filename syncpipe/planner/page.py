@@ -38,13 +38,16 @@ _SPREAD = 0.05
 
 def text(plan: Plan) -> str:
     """What ``print(plan)`` shows."""
-    others = [f"{told:>17}  {name}{note}" for told, name, note, _ in _alternatives(plan)]
+    ways = [
+        f"{_told(plan, one):>17}  {one.name}" + f": {one.note}" * bool(one.note)
+        for one in _ranked(plan)
+    ]
     blocks = [
         [_title(plan), *_way(plan), *_source(plan)],
         _wrapped([_verdict(plan)[0]]),
         [*columns([_HEADER, *_rows(plan)], left=(1, 2, 7)), *_wrapped(_notes(plan))],
         _wrapped([f"{name:<11} {number}{of}" for name, number, of in _figures(plan)], indent=12),
-        _wrapped(["Alternatives", *others] if others[1:] else [], indent=19),
+        _wrapped(["Alternatives", *ways] if ways[1:] else [], indent=19),
         _wrapped(_remarks(plan)),
     ]
     return "\n\n".join("\n".join(lines) for lines in blocks if lines)
@@ -227,47 +230,41 @@ def _figures(plan: Plan) -> Iterator[tuple[str, str, str]]:
         yield "bubble", f"{plan.bubble:.1%}", " of the devices' time"
         what = f"the simulated step is {plan.certificate:.3f} times that"
         yield "bound", duration(plan.bound), f" for any order of these actions: {what}"
-    yield "limited by", *limited_by(plan)
+    yield "limited by", limited_by(plan), ""
     if plan.interpreter_time > _NOTICED * plan.step_time:
         what = " of Python in all forwards, one at a time; what the pipe itself does is not in it"
         yield "interpreter", duration(plan.interpreter_time), what
 
 
-def limited_by(plan: Plan) -> tuple[str, str]:
-    """Where most of the time goes that the devices do not share evenly; and how much it is."""
-    played, step = plan.simulation, plan.step_time
+def limited_by(plan: Plan) -> str:
+    """Where most of the time goes that the devices do not share evenly."""
+    played, step, busy = plan.simulation, plan.step_time, plan.simulation.busy
     if plan.interpreter_time >= _TIGHT * step:
-        return "Python", (
-            ", which no two threads run at a time: fewer micro-batches, compiled layers, CUDA "
-            "graphs in layers or a free-threaded Python make it faster, more devices do not"
+        return (
+            "Python, which no two threads run at a time: fewer micro-batches, compiled layers, "
+            "CUDA graphs in layers or a free-threaded Python make it faster, more devices do not"
         )
-    if len(plan.balance) == 1:
-        return "the one device", ""
-    again = [0.0] * len(played.busy)
-    for span in played.spans:
-        again[span.row] += span.duration * (span.kind == "recompute")
-    work = [busy - more for busy, more in zip(played.busy, again, strict=True)]
-    d = max(range(len(work)), key=lambda d: played.busy[d])
-    mean, sent = sum(work) / len(work), 2 * sum(played.costs.transfer)
-    name, more = plan.machine.names[d], f", which has {work[d] / (mean or 1.0) - 1:.0%} more to do"
+    if len(busy) == 1:
+        return "the one device"
+    d = max(range(len(busy)), key=busy.__getitem__)
+    again = sum(s.duration for s in played.spans if s.row == d and s.kind == "recompute")
+    mean, sent, name = sum(busy) / len(busy), 2 * sum(played.costs.transfer), plan.machine.names[d]
+    more = busy[d] - again - mean
     return max(
-        (again[d], ("memory", f": {name} recomputes {again[d] / step:.0%} of the step")),
-        (work[d] - mean, (name, more + " than the mean")),
-        (sent, ("transfers between devices", f", {sent / step:.0%} of the step")),
-        (step - played.busy[d] - sent, ("the bubble", f", {plan.bubble:.0%} of the devices' time: "
-         "a larger batch_size has more micro-batches")),
+        (again, f"memory: {name} recomputes {again / step:.0%} of the step"),
+        (more, f"{name}, which has {more / (mean or 1.0):.0%} more to do than the mean"),
+        (sent, f"transfers between devices, {sent / step:.0%} of the step"),
+        (step - busy[d] - sent, f"the bubble, {plan.bubble:.0%} of the devices' time: a larger "
+         "batch_size has more micro-batches"),
     )[1]  # fmt: skip
 
 
-def _alternatives(plan: Plan) -> Iterator[tuple[str, str, str, Alternative]]:
-    """The plan and all that it was compared with: time, name and note of each."""
-    step = plan.step_time
-    for one in _ranked(plan):
-        told = "does not fit"
-        if one.time is not None:
-            percent = round(100 * (one.time / step - 1)) if step else 0
-            told = f"{duration(one.time)}  {f'{percent:+d}%' if percent else 'same':>6}"
-        yield told, one.name, f": {one.note}" * bool(one.note), one
+def _told(plan: Plan, one: Alternative) -> str:
+    """How long another way takes, also beside the plan."""
+    if one.time is None:
+        return "does not fit"
+    percent = round(100 * (one.time / plan.step_time - 1)) if plan.step_time else 0
+    return f"{duration(one.time)}  {f'{percent:+d}%' if percent else 'same':>6}"
 
 
 def _remarks(plan: Plan) -> list[str]:
@@ -302,29 +299,25 @@ def save(path: str | os.PathLike[str], plan: Plan) -> None:
             "simulated step alone"
         )
     verdict, good = _verdict(plan)
-    most = in_bytes(max(plan.chosen.on_device))
-    figures = [*_figures(plan), ("memory", most, " on a device at most")]
-    words = {
-        "title": _title(plan),
-        "way": " ".join(_way(plan)),
-        "source": "; ".join(_source(plan)),
-        "kind": "good" if good else "bad",
-        "verdict": verdict,
-        "notes": " ".join(_notes(plan)),
-        "remarks": " ".join(_remarks(plan)),
-    }
+    figures = [*_figures(plan), ("memory", in_bytes(max(plan.chosen.on_device)), " at most")]
     svg = plan.timeline()._repr_svg_() or _NO_PICTURE
-    made = {
+    parts = {
+        "title": _clean(_title(plan)),
+        "way": _clean(" ".join(_way(plan))),
+        "source": _clean("; ".join(_source(plan))),
+        "kind": "good" if good else "bad",
+        "verdict": _clean(verdict),
+        "notes": _clean(" ".join(_notes(plan))),
+        "remarks": _clean(" ".join(_remarks(plan))),
         "figures": (f"<div>{name} <b>{_clean(x)}</b>{_clean(of)}</div>" for name, x, of in figures),
         "stages": [_row(*_HEADER, tag="th"), *(_row(*map(_clean, row)) for row in _rows(plan))],
         "layers": _layers(plan),
-        "step": [svg[max(0, svg.find("<svg")) :]],
+        "step": svg[max(0, svg.find("<svg")) :],
         "memory": _lanes(plan),
         "alternatives": _bars(plan),
     }
-    text = {name: _clean(text) for name, text in words.items()}
     template = Template(Path(__file__).with_name("page.html").read_text(encoding="utf-8"))
-    page = template.substitute(text, **{name: "".join(parts) for name, parts in made.items()})
+    page = template.substitute({name: "".join(part) for name, part in parts.items()})
     Path(path).write_text(page, encoding="utf-8")
 
 
@@ -376,14 +369,12 @@ def _lanes(plan: Plan) -> Iterator[str]:
 
 def _bars(plan: Plan) -> Iterator[str]:
     """A row for the plan and for everything that it was compared with."""
-    rows = [*_alternatives(plan)]
-    most = max(one.time or 0.0 for *_, one in rows) or 1.0
-    for told, name, note, one in rows:
-        look = "mine" if one.draft is plan.chosen else "other"
-        said = f"<em>{told}</em>"
-        if one.time is not None:
-            said = _bar(told, most, **{look: one.time})
-        yield _row(_clean(name), said, _clean(note.removeprefix(": ")), look=look)
+    ways = _ranked(plan)
+    most = max(one.time or 0.0 for one in ways) or 1.0
+    for one in ways:
+        look, said = "mine" if one.draft is plan.chosen else "other", _told(plan, one)
+        bar = _bar(said, most, **{look: one.time}) if one.time is not None else f"<em>{said}</em>"
+        yield _row(_clean(one.name), bar, _clean(one.note), look=look)
 
 
 def _clean(words: str) -> str:

@@ -248,11 +248,6 @@ class StagePlan:
     limit: float
     gradients: float
 
-    @property
-    def recomputes(self) -> bool:
-        """Whether it recomputes its forward before its backward."""
-        return self.mode == "recompute"
-
 
 class Plan:
     """What :func:`syncpipe.plan` chose. ``print(plan)`` explains it.

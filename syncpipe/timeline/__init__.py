@@ -1,5 +1,5 @@
 """What ran when: as data, as a table, as a picture, and as a trace for Perfetto."""
 
-from syncpipe.timeline.timeline import KINDS, Span, Timeline, compare, save_comparison
+from syncpipe.timeline.timeline import Span, Timeline, compare
 
-__all__ = ["KINDS", "Span", "Timeline", "compare", "save_comparison"]
+__all__ = ["Span", "Timeline", "compare"]

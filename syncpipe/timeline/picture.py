@@ -14,7 +14,7 @@ import textwrap
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from itertools import accumulate
-from typing import Any, NamedTuple
+from typing import Any
 
 from matplotlib.axes import Axes
 from matplotlib.colors import to_hex, to_rgb
@@ -57,17 +57,16 @@ _STYLE: dict[str, Any] = {
 }  # fmt: skip
 
 
-class Panel(NamedTuple):
-    """A timeline as it is to be drawn."""
+class Panel:
+    """A timeline as it is to be drawn, from a time that is drawn as 0, in a unit of its own."""
 
-    title: str
-    facts: str  # stand below the title
-    rows: Sequence[str]  # their names
-    idle: Sequence[float]  # for each row a fraction
-    spans: Sequence[Span]
-    windows: Sequence[tuple[float, float]]  # when rows could have worked
-    start: float  # the time that is drawn as 0
-    factor: float  # what times are multiplied with
+    def __init__(self, title: str, timeline: Any, start: float, factor: float) -> None:
+        self.title, self.start, self.factor = title, start, factor
+        self.rows: Sequence[str] = timeline.rows
+        self.spans: Sequence[Span] = timeline.spans
+        self.windows: Sequence[tuple[float, float]] = timeline.windows
+        self.idle: Sequence[float] = timeline.idle
+        self.facts: str = timeline.summary if self.spans else "nothing ran"
 
     def x(self, time: float) -> float:
         """Where a time is on the axis."""
@@ -103,7 +102,7 @@ def draw(panels: Sequence[Panel], axis: str) -> Figure:
     columns = max(1, int(width / 2.9))
     rows = [max(1, len(panel.rows)) for panel in panels]
     height = ROW * sum(rows) + HEADING * len(rows) + 0.5 + 0.2 * -(-len(legend) // columns)
-    figure = Figure(figsize=(width, height), facecolor="white", layout="constrained")
+    figure = Figure((width, height), dpi=150, facecolor="white", layout="constrained")
     every = figure.subplots(len(panels), 1, sharex=True, squeeze=False, height_ratios=rows)[:, 0]
     for axes, panel in zip(every, panels, strict=True):
         _paint(axes, panel, panels, inner)

@@ -17,20 +17,20 @@ from contextlib import suppress
 from io import StringIO
 from pathlib import Path
 from statistics import fmean, median
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 from syncpipe.schedules.player import Costs, Simulation, Span, lanes
-from syncpipe.schedules.schedule import KINDS as ACTIONS
+from syncpipe.schedules.schedule import KINDS
 from syncpipe.words import SECONDS, columns, duration, handy, three_digits
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-__all__ = ["KINDS", "Span", "Timeline", "compare", "save_comparison"]
+__all__ = ["Span", "Timeline", "compare"]
 
 #: What a span can be.
-KINDS = (*ACTIONS, "transfer")
+_KINDS = (*KINDS, "transfer")
 
 
 class Timeline:
@@ -53,9 +53,9 @@ class Timeline:
         self._spans = tuple(sorted(spans, key=lambda span: span.start))
         for span in self._spans:
             times = -math.inf < span.start <= span.end < math.inf
-            if span.kind not in KINDS or not 0 <= span.row < len(rows) or not times:
+            if span.kind not in _KINDS or not 0 <= span.row < len(rows) or not times:
                 raise ValueError(
-                    f"{span}: kinds are {', '.join(KINDS)}; rows={self.rows} has {len(rows)}; "
+                    f"{span}: kinds are {', '.join(_KINDS)}; rows={self.rows} has {len(rows)}; "
                     "start and end are finite, and the end is not before the start"
                 )
 
@@ -102,6 +102,12 @@ class Timeline:
         """For each row the time for which its thread was running in actions, where it is known."""
         spans, rows = self.spans, range(len(self.rows))
         return tuple(_host([span for span in spans if span.row == row]) for row in rows)
+
+    @property
+    def idle(self) -> tuple[float, ...]:
+        """For each row the fraction of the steps' time in which it did nothing."""
+        time = _total(self.windows)
+        return tuple([_idle(busy, time) for busy in self.busy])
 
     @property
     def bubble(self) -> float:
@@ -158,18 +164,16 @@ class Timeline:
 
     def table(self) -> str:
         """A line for each row and one for all: busy, idle and host time, what each kind took."""
-        spans, time, n = self.spans, _total(self.windows), len(self.rows)
+        spans, n = self.spans, len(self.rows)
         factor, unit = handy(self.unit, median([span.duration for span in spans] or [0.0]))
-        kinds = [kind for kind in KINDS if any(span.kind == kind for span in spans)]
-        host = ["host"] if _host(spans) is not None else []
-        lines = [["", "busy", "idle", *host, *kinds]]
-        busy = [*self.busy, math.fsum(self.busy)]
+        kinds = [kind for kind in _KINDS if any(span.kind == kind for span in spans)]
+        busy, idle = [*self.busy, math.fsum(self.busy)], [*self.idle, self.bubble]
+        host = [*self.host, _host(spans)]
+        lines = [["", "busy", "idle", *["host"] * (host[n] is not None), *kinds]]
         for row, name in enumerate([*self.rows, "all"]):
             own = [span for span in spans if row in (span.row, n)]
-            line = [name, duration(busy[row], self.unit)]
-            line.append(f"{_idle(busy[row], time * (n if row == n else 1)):.1%}")
-            if host:
-                running = _host(own)
+            line, running = [name, duration(busy[row], self.unit), f"{idle[row]:.1%}"], host[row]
+            if host[n] is not None:
                 line.append("-" if running is None else duration(running, self.unit))
             for kind in kinds:
                 took = [span.duration * factor for span in own if span.kind == kind]
@@ -177,10 +181,11 @@ class Timeline:
                 line.append(f"{len(took)} x {' | '.join(numbers)}" if took else "-")
             lines.append(line)
         kinds_in = f"kinds: count x mean | median in {unit}"
-        return "\n".join([*columns(lines), kinds_in, self._summary])
+        return "\n".join([*columns(lines), kinds_in, self.summary])
 
     @property
-    def _summary(self) -> str:
+    def summary(self) -> str:
+        """Makespan and bubble, in words."""
         return f"makespan {duration(self.makespan, self.unit)}, bubble {self.bubble:.1%}"
 
     def save(self, path: str | os.PathLike[str]) -> None:
@@ -189,11 +194,13 @@ class Timeline:
         There a row is a thread, with others for its transfers, and any other unit is shown as "s".
         Pictures need matplotlib, ``syncpipe[plot]``.
         """
-        suffix = _suffix(path, ".json", ".svg", ".png")
+        suffix = Path(path).suffix.lower()
+        if suffix not in (".json", ".svg", ".png"):
+            raise ValueError(f"path={os.fspath(path)!r} must end in .json, .svg or .png")
         if suffix == ".json":
             Path(path).write_text(json.dumps(_trace(self)), encoding="utf-8")
         else:
-            self.figure().savefig(path, format=suffix[1:], dpi=150)
+            self.figure().savefig(path, format=suffix[1:])
 
     def plot(self, ax: Axes | None = None) -> Axes:
         """Draw a picture: what ran when, how long rows idled, and what their memory held.
@@ -201,12 +208,15 @@ class Timeline:
         Without axes it is on a figure of its own, which knows nothing of pyplot, so any thread can
         make one, and no window opens.
         """
-        figure = _drawn({self.title: self}, ax=ax)
-        return figure.axes[0] if ax is None else ax
+        if ax is None:
+            return self.figure().axes[0]
+        picture, panels, axis = _panels({self.title: self})
+        picture.paint(ax, panels[0], axis)
+        return ax
 
     def figure(self) -> Figure:
         """The figure of :meth:`plot`."""
-        return cast("Figure", _drawn({self.title: self}))
+        return compare({self.title: self})
 
     def _repr_svg_(self) -> str | None:
         """What a notebook shows, if it can."""
@@ -217,11 +227,13 @@ class Timeline:
 
     def __repr__(self) -> str:
         name = f"{type(self).__name__} {self.title!r}" if self.title else type(self).__name__
-        return f"<{name}: {len(self.spans)} spans on {len(self.rows)} rows, {self._summary}>"
+        return f"<{name}: {len(self.spans)} spans on {len(self.rows)} rows, {self.summary}>"
 
 
 def compare(timelines: Mapping[str, Timeline], *, scale: bool = False) -> Figure:
-    """Draw several timelines one above the other, each from its first start, on one axis.
+    """Draw several timelines one above the other, each from its first start, on one axis::
+
+        compare({"simulated": simulated, "measured": trace}).savefig("both.svg")
 
     Args:
         timelines: by what stands above each.
@@ -235,30 +247,13 @@ def compare(timelines: Mapping[str, Timeline], *, scale: bool = False) -> Figure
         raise ValueError(
             f"timelines have the units {', '.join(units)}: scale=True draws each by its makespan"
         )
-    return cast("Figure", _drawn(timelines, scale=scale))
+    picture, panels, axis = _panels(timelines, scale)
+    figure: Figure = picture.draw(panels, axis)
+    return figure
 
 
-def save_comparison(
-    path: str | os.PathLike[str], timelines: Mapping[str, Timeline], *, scale: bool = False
-) -> None:
-    """Write what :func:`compare` draws, as ``.svg`` or ``.png``."""
-    suffix = _suffix(path, ".svg", ".png")
-    compare(timelines, scale=scale).savefig(path, format=suffix[1:], dpi=150)
-
-
-def _suffix(path: str | os.PathLike[str], *known: str) -> str:
-    suffix = Path(path).suffix.lower()
-    if suffix not in known:
-        raise ValueError(
-            f"path={os.fspath(path)!r} must end in {', '.join(known[:-1])} or {known[-1]}"
-        )
-    return suffix
-
-
-def _drawn(
-    timelines: Mapping[str, Timeline], *, scale: bool = False, ax: Axes | None = None
-) -> Any:
-    """A figure of timelines by their titles, or one painted onto axes of the caller's."""
+def _panels(timelines: Mapping[str, Timeline], scale: bool = False) -> tuple[Any, list[Any], str]:
+    """What draws, timelines as it does, and what the axis is of."""
     try:
         import matplotlib.figure  # noqa: F401  # asked for here, needed there
 
@@ -271,15 +266,11 @@ def _drawn(
     factor, unit = handy(longest.unit, longest.makespan)
     panels = []
     for title, timeline in timelines.items():
-        spans, windows = timeline.spans, timeline.windows
-        idle = [_idle(busy, _total(windows)) for busy in timeline.busy]
         # One alone is drawn as it is, several from the first start of each.
-        start = min((s.start for s in spans), default=0.0) if len(timelines) > 1 else 0.0
+        start = min((s.start for s in timeline.spans), default=0.0) if len(timelines) > 1 else 0.0
         share = 100 / (timeline.makespan or 1.0) if scale else factor
-        facts, rows = timeline._summary if spans else "nothing ran", timeline.rows
-        panels.append(picture.Panel(title, facts, rows, idle, spans, windows, start, share))
-    axis = "time (% of the makespan)" if scale else f"time ({unit})"
-    return picture.draw(panels, axis) if ax is None else picture.paint(ax, panels[0], axis)
+        panels.append(picture.Panel(title, timeline, start, share))
+    return picture, panels, "time (% of the makespan)" if scale else f"time ({unit})"
 
 
 def _merged(intervals: Iterable[tuple[float, float]]) -> tuple[tuple[float, float], ...]:

@@ -248,7 +248,7 @@ def test_other_operators_take_what_they_read_and_write_or_a_launch() -> None:
 
 def test_what_is_estimated_says_so_and_sizes_are_those_of_meta(tmp_path: Any) -> None:
     layers = [LayerSpec(nn.Linear, 40, 50), nn.Dropout(), LayerSpec(nn.Linear, 50, 40)]
-    found = estimated(layers, torch.rand(8, 40), on="a100 80gb")
+    found = estimated(layers, torch.rand(8, 40), on="A100-80GB")
     assert found.source == "estimated"
     assert found.how.startswith("times estimated for A100-80GB, 50 % of its peak")
     found.save(tmp_path / "profile.json")

@@ -226,8 +226,8 @@ def test_a_plan_of_any_kind_is_printed_saved_and_drawn(
             ("ready", ["--sample", "8x3", f"--devices={devices}"], "devices")
             for devices in ("", "-1", "1e400 x 16GB", "99999", "cuda:99", "cpu:0,four", "\u00b2")
         ),
-        ("bad_layer", ["--sample", "9999999999x9999999999"], "--sample cannot be made"),
-        ("bad_layer", ["--sample", "8x5:float8_e4m3fn"], "--sample cannot be made"),
+        ("bad_layer", ["--sample", "9999999999x9999999999"], "cannot be measured with this sample"),
+        ("bad_layer", ["--sample", "8x5:float8_e4m3fn"], "cannot be measured with this sample"),
     ],
 )
 def test_what_does_not_fit_is_said_on_one_line(

@@ -117,7 +117,7 @@ def test_stages_say_what_the_layers_say() -> None:
         fixed = 4 * sum(x.parameter_bytes for x in layers)
         stored = share * sum(x.stored_bytes[8] for x in layers)
         assert stage.memory == pytest.approx(fixed + stage.in_flight * stored)
-        assert (stage.limit, stage.recomputes) == (2e9, False)
+        assert (stage.limit, stage.mode) == (2e9, "store")
 
 
 def test_stages_that_recompute_store_the_last_under_gpipe_and_none_under_1f1b() -> None:

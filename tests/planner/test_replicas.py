@@ -136,7 +136,7 @@ def test_the_step_is_that_of_the_simulation_and_gradients_exchanged() -> None:
     assert (plan.balance, plan.replicas) == ([1, 1], [2, 1])
     steps = {}
     for chunks in (2, 3, 4, 6, 12):
-        chain = Chain.of(costs.of(12), 12 / chunks, 4.0)
+        chain = Chain.of(costs, 12 / chunks, 4.0)
         schedule = build("1f1b", chunks, consecutive(plan.replicas))
         step = simulate(schedule, costs_of(chain, machine, plan.balance)).makespan
         steps[chunks] = step + 2 * 32 / 4.0

@@ -17,7 +17,8 @@ from hypothesis import strategies as st
 
 from syncpipe.schedules import build, gpipe, interleaved_1f1b, one_f_one_b, zb_h1
 from syncpipe.schedules.player import Costs, Simulation, simulate
-from syncpipe.timeline import KINDS, Span, Timeline, compare, save_comparison
+from syncpipe.schedules.schedule import KINDS
+from syncpipe.timeline import Span, Timeline, compare
 from tests.schedules.test_schedule import costs_for, rounds, simulations
 from tests.support.training import on_each_device
 
@@ -198,7 +199,7 @@ def test_without_matplotlib(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> 
         timeline.figure,
         timeline.plot,
         lambda: timeline.save(tmp_path / "a.png"),
-        lambda: save_comparison(tmp_path / "a.svg", {"a": timeline}),
+        lambda: compare({"a": timeline}),
     ):
         with pytest.raises(ImportError, match=r'matplotlib: pip install "syncpipe\[plot\]"'):
             make()
@@ -228,7 +229,7 @@ def test_what_the_picture_says() -> None:
     assert {"mine", "gpu 0", "17% idle", "time (ms)"} <= {*texts(right.figure)}
     assert legend == {text.get_text() for text in right.get_legend().get_texts()}
     assert {*texts(timeline.plot().figure)} == said
-    spans = [Span(kind, 40 * k, 0, 0, k, k + 1) for k, kind in enumerate(KINDS)]
+    spans = [Span(kind, 40 * k, 0, 0, k, k + 1) for k, kind in enumerate([*KINDS, "transfer"])]
     assert {"0", "40", "80", "120", "160"} <= {*texts(Timeline(spans, ["cpu"]).figure())}
     timeline = Timeline.of(simulate(interleaved_1f1b(4, rounds(2, 2)), Costs.even(4)))
     counts = Counter(texts(timeline.figure()))
@@ -303,7 +304,7 @@ def test_compare(tmp_path: Path) -> None:
     assert scaled.axes[0].get_xlim() == (0, 100)
     assert "time (% of the makespan)" in texts(scaled)
     for name in ("both.svg", "both.png"):
-        save_comparison(tmp_path / name, timelines, scale=True)
+        compare(timelines, scale=True).savefig(tmp_path / name)
         assert (tmp_path / name).stat().st_size > 0
     late = [replace(span, start=span.start + 50, end=span.end + 50) for span in TWO_STEPS]
     figure = compare({"a": two_steps(), "b": Timeline(late, GPUS, "ms")})
@@ -337,7 +338,6 @@ def with_kinds(*kinds: str) -> Any:
         (lambda: compare({}), r"timelines=\{\} is empty; give at least one"),
         (lambda: two_steps().save("a.pdf"), r"path='a.pdf' must end in \.json, \.svg or \.png"),
         (lambda: two_steps().save(".png"), r"path='.png' must end in \.json, \.svg or \.png"),
-        (lambda: save_comparison("a.json", {"a": two_steps()}), r"must end in \.svg or \.png"),
     ],
 )
 def test_what_cannot_be_is_refused(make: Any, message: str) -> None:
