@@ -146,6 +146,12 @@ def test_what_is_not_cut_goes_whole_to_each_micro_batch() -> None:
     assert len(pipe(torch.randn(8, 4), NoChunk(torch.ones(4)))) == 8
 
 
+def test_beside_one_tensor_there_may_be_what_is_not_its_default() -> None:
+    ids = tokens(4)[0]
+    pipe = Pipe.auto(Transformer(), ids, batch_size=8, devices=TWO, hidden=True, **QUICK)
+    assert len(pipe(ids, hidden=True).hidden) == 3
+
+
 class Whole(nn.Module):
     """Python that cannot be followed."""
 

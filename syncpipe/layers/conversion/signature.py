@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -50,7 +51,6 @@ class Signature:
         self._structure = flatten(bare)[1]  # which holds containers, but no tensors
         named = {at: leaf for at, leaf in found.items() if _is_tensor(leaf)}
         self.names, tensors = list(named), list(map(_bare, named.values()))
-        self._alone = len(tensors) == 1 and _is_tensor(next(iter(sample.values())))
         may_be_cut = [isinstance(t, Tensor) and t.dim() > 0 for t in named.values()]
         sizes = [len(t) for t, cut in zip(tensors, may_be_cut, strict=True) if cut and len(t)]
         if not sizes:
@@ -71,6 +71,9 @@ class Signature:
                 "anything else"
             )
         self._shapes, self._kinds = [t.shape for t in tensors], list(map(_kind, tensors))
+        self._alone = False  # whether one tensor says it all: the rest is as by default
+        with suppress(TypeError, ValueError):
+            self._alone = self.given((tensors[0],), {}) == [tensors[0]]
         return tensors
 
     def _refuse_lists_of_images(self, sample: dict[str, Any]) -> None:
@@ -160,8 +163,7 @@ class Signature:
 
     def tensors(self, input: Any) -> list[Tensor]:
         """The tensors of what the first layer gets, in the order of the sample."""
-        alone = self._alone and isinstance(input, Tensor)
-        values = [input] if alone else self.given_as_one(input)
+        values = self.given_as_one(input)
         self._check(values, whole=False)
         return list(map(_bare, values))
 

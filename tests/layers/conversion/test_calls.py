@@ -65,15 +65,6 @@ def test_positional_keyword_and_variable_arguments():
     assert_close(pipe(*args, **kwargs), model(*args, **kwargs))
 
 
-def test_beside_one_tensor_there_may_be_an_argument_that_is_not_its_default():
-    model, pipe = two(torch.rand(3, 4), scale=2.0)
-    x = torch.rand(6, 4)
-    assert_close(pipe(x, scale=2.0), model(x, scale=2.0))
-    for call in (lambda: pipe(x), lambda: pipe.eval_batch(x)):
-        with pytest.raises(ValueError, match=r"scale is 2\.0, and here it is 1\.0"):
-            call()
-
-
 def test_an_argument_may_be_a_container_that_only_pytree_knows():
     def given(n: int) -> Any:
         return torch.rand(n, 4, 5).max(2)
