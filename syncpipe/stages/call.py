@@ -6,12 +6,12 @@ stages, edges and engine, and a call of any of them begins and ends in the same 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from functools import lru_cache, partial
 from itertools import chain
 from math import lcm
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -37,8 +37,6 @@ from syncpipe.stages.inplace import handed_on
 from syncpipe.stages.pipeline import Pipeline
 from syncpipe.stages.run import StageRun
 from syncpipe.stages.sharing import CallReplicas, CallTies, knows_itself, stand_in
-
-_T = TypeVar("_T")
 
 
 class EntryEvent(NamedTuple):
@@ -434,13 +432,6 @@ class Call(MiniBatch):
         for caller in reversed(self._callers):  # the first one's device becomes current
             stack.enter_context(caller.active())
         return stack
-
-    def for_caller(self, j: int, function: Callable[..., _T], *args: Any) -> _T:
-        """Calls a function on the caller's streams; what stage ``j`` does later waits for it."""
-        with self.as_caller():
-            result = function(*args)
-        self.lane_of[j].wait_for(self.caller_of[j])
-        return result
 
     def release_to_caller(self, j: int, tree: Any) -> None:
         """Tells that the caller goes on with what stage ``j`` computed."""

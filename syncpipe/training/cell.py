@@ -295,7 +295,8 @@ class Accumulated(Leaves):
             _, owner = self._owner.setdefault(id(original), (original, j))  # atomic
             if original is not leaf or self._worker_of[owner] != self._worker_of[j]:
                 raise RuntimeError(self._shared(original, owner, j))
-        self._call.for_caller(j, self.register, new)
+        self.register(new)
+        self._call.release_to_caller(j, list(map(self.before, new)))
         self.waits[j] += _without_grad(new)
         self._known[j].update(map(id, new))
 
