@@ -17,7 +17,8 @@ from __future__ import annotations
 import contextvars
 import sys
 import traceback
-from collections.abc import Callable, Iterator
+import warnings
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, _GeneratorContextManager, contextmanager
 from functools import lru_cache, partial
 from operator import call
@@ -32,6 +33,7 @@ from syncpipe.runtime.interrupts import undone
 _P = ParamSpec("_P")
 _T = TypeVar("_T")
 _C: Any = torch._C
+_Flag = tuple[Callable[[], Any], Callable[[Any], Any]]  #: what gets a value, and what sets it
 _AUTOCAST_TYPES = ("cpu", "cuda", "xpu", "mps", "hpu", "mtia", "maia", "xla", "privateuseone")
 INLINE: contextvars.ContextVar[bool | str] = contextvars.ContextVar(
     "syncpipe_inline", default=False
@@ -77,7 +79,7 @@ def driven(driver: Callable[..., Any], *args: Any, **options: Any) -> Any:
 
 
 @lru_cache(maxsize=1)
-def _flags() -> list[tuple[Callable[[], Any], Callable[[Any], Any]]]:
+def _flags() -> list[_Flag]:
     """What gets and sets the values of a thread; after the first four, all autocasts there are.
 
     Casts of weights are cached for all threads, and cleared by whoever leaves the outermost
@@ -97,10 +99,32 @@ def _flags() -> list[tuple[Callable[[], Any], Callable[[Any], Any]]]:
     ]
 
 
-def _set(values: list[Any]) -> None:
-    for (get, set_it), value in zip(_flags(), values, strict=True):
+def _set(flags: Sequence[_Flag], values: Sequence[Any]) -> None:
+    for (get, set_it), value in zip(flags, values, strict=True):
         if get() != value:
             set_it(value)
+
+
+@lru_cache(maxsize=1)
+def _process_flags() -> list[_Flag]:
+    """What gets and sets values of the whole process that layers often set for a while."""
+    names = ("filters", "showwarning", "_showwarnmsg_impl")
+    kinds = ("flash", "mem_efficient", "math", "cudnn", "overrideable")  # sdpa_kernel
+    return [
+        (torch.get_default_dtype, torch.set_default_dtype),
+        *[(partial(getattr, warnings, each), partial(setattr, warnings, each)) for each in names],
+        *[(getattr(_C, f"_get_{k}_sdp_enabled"), getattr(_C, f"_set_sdp_use_{k}")) for k in kinds],
+    ]
+
+
+def process_settled(run: Callable[[], _T]) -> _T:
+    """Runs something on several threads; then values of the process are as they were.
+
+    Where two layers set one for a while (``with sdpa_kernel(...)``), the later one to end puts back
+    what the other had set.
+    """
+    flags = _process_flags()
+    return undone(run, partial(_set, flags, [get() for get, _ in flags]))
 
 
 class CallerState:
@@ -144,8 +168,8 @@ class CallerState:
         with ExitStack() as stack:
             if self.inference:
                 stack.enter_context(torch.inference_mode())
-            stack.callback(_set, [get() for get, _ in _flags()])
-            _set(self.values)
+            stack.callback(_set, _flags(), [get() for get, _ in _flags()])
+            _set(_flags(), self.values)
             if self._subclasses and not _C._is_torch_function_enabled():  # in their `backward()`
                 stack.enter_context(_C._EnableTorchFunction())
             if self.nested:  # an autocast inside a layer must not clear the caller's cache

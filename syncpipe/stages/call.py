@@ -29,7 +29,7 @@ from syncpipe.runtime.random_numbers import draw_seed, outside_of_turn
 from syncpipe.runtime.recomputation import is_checkpointing, is_recomputing
 from syncpipe.runtime.recorder import Recorder
 from syncpipe.runtime.streams import AcceleratorStreams, Lane, accelerators, same_memory
-from syncpipe.runtime.thread_state import CallerState, settled
+from syncpipe.runtime.thread_state import CallerState, process_settled, settled
 from syncpipe.schedules.schedule import Kind
 from syncpipe.schedules.steps import Edge, Steps
 from syncpipe.skip.store import SkipKey
@@ -320,7 +320,8 @@ class Call(MiniBatch):
         engine = self.pipeline.engine
         try:
             # The order of locks is: stage before random state.
-            outside_of_turn(lambda: engine.run(steps, task.bind, self.state, inline=inline))
+            run = partial(engine.run, steps, task.bind, self.state, inline=inline)
+            outside_of_turn(run if inline else partial(process_settled, run))
         finally:
             for offload in self._offloads.values():
                 offload.let_go()

@@ -9,13 +9,15 @@ import os
 import re
 import sys
 import threading
+import warnings
 from collections import Counter
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 
 import pytest
 import torch
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.overrides import TorchFunctionMode
 from torch.profiler import ProfilerActivity, _ExperimentalConfig, profile
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -284,6 +286,41 @@ def test_profiler_ranges_name_stage_and_micro_batch(driver, all_threads):
             assert names[f"syncpipe backward stage {j} micro-batch {i}"] == 1
         assert names[f"syncpipe recompute stage {j} micro-batch 0"] == 1
     assert names["aten::gelu"] >= 2  # what the layers do is there as well
+
+
+def test_what_layers_set_for_a_while_in_the_whole_process_is_put_back():
+    first, second, left = (threading.Event() for _ in range(3))
+    calls = []
+
+    @contextmanager
+    def elsewise():
+        dtype = torch.get_default_dtype()
+        with warnings.catch_warnings(record=True), sdpa_kernel(SDPBackend.MATH):
+            torch.set_default_dtype(torch.float64)
+            yield
+            torch.set_default_dtype(dtype)
+
+    def ends_first(x):
+        calls.append(x)
+        if len(calls) == 2:
+            with elsewise():
+                first.set()
+                second.wait(10)
+            left.set()
+
+    def ends_last(x):
+        first.wait(10)
+        with elsewise():
+            second.set()
+            left.wait(10)
+
+    def settings():
+        kernels = torch.nn.attention._cur_sdpa_kernel_backends()
+        return warnings.filters, warnings.showwarning, kernels, torch.get_default_dtype()
+
+    before = settings()
+    pipe_of(nn.Sequential(Do(ends_first), Do(ends_last)), chunks=2)(torch.ones(2, 1))
+    assert settings() == before
 
 
 @pytest.fixture
