@@ -26,7 +26,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
-__all__ = ["DEVICES", "AsOnGPU", "DeviceSpec", "Roofline", "device_spec"]
+__all__ = ["DEVICES", "AsOnGPU", "DeviceSpec", "Roofline"]
 
 _aten: Any = torch.ops.aten
 _cuda: Any = torch.backends.cuda
@@ -94,17 +94,6 @@ DEVICES: dict[str, DeviceSpec] = {
         ("RTX4090", 165.2, 82.6, 1008, 24, "NVIDIA Ada architecture white paper, 2023"),
     )  # TFLOP/s of matrix products in 16 bits and in float32, GB/s and GB of memory
 }
-
-
-def device_spec(on: str | DeviceSpec) -> DeviceSpec:
-    """The figures of a device, by name."""
-    found = on if isinstance(on, DeviceSpec) else DEVICES.get(on)
-    if found is None:
-        raise ValueError(
-            f"on={on!r} is unknown; there are {', '.join(DEVICES)}. For another one give its "
-            "figures: on=syncpipe.balance.DeviceSpec(name, half=..., single=..., bandwidth=...)"
-        )
-    return found
 
 
 class Roofline(TorchDispatchMode):  # type: ignore[no-untyped-call]

@@ -32,7 +32,7 @@ from torch.nn.parameter import is_lazy
 from torch.overrides import TorchFunctionMode, _push_mode
 
 from syncpipe.balance.copies import compiled, copy_of_tensor, described_layer, layer_to_run
-from syncpipe.balance.estimate import AsOnGPU, DeviceSpec, Roofline, device_spec
+from syncpipe.balance.estimate import DEVICES, AsOnGPU, DeviceSpec, Roofline
 from syncpipe.balance.profile import LayerProfile, Profile, SkipProfile
 from syncpipe.balance.stored import Live, Stored, saving, size_of
 from syncpipe.data import (
@@ -160,7 +160,12 @@ def estimated(
         TypeError, ValueError, RuntimeError: as :func:`profile` on ``meta``; ``on`` is not known,
             or ``efficiency`` no part of 1.
     """
-    spec = device_spec(on)
+    spec = on if isinstance(on, DeviceSpec) else DEVICES.get(on)
+    if spec is None:
+        raise ValueError(
+            f"on={on!r} is unknown; there are {', '.join(DEVICES)}. For another one give its "
+            "figures: on=syncpipe.balance.DeviceSpec(name, half=..., single=..., bandwidth=...)"
+        )
     if isinstance(efficiency, bool) or not 0 < efficiency <= 1:
         raise ValueError(f"efficiency={efficiency!r}: a part of the peak, above 0 and at most 1")
     roofline = Roofline(spec, efficiency)

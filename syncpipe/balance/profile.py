@@ -157,12 +157,6 @@ class Profile:
                     _check_number(what, number)
 
     @property
-    def timed(self) -> bool:
-        """Whether there are times in it."""
-        size = self.sizes[-1]
-        return any(layer.forward[size] + layer.backward[size] for layer in self.layers)
-
-    @property
     def how(self) -> str:
         """Where the numbers are from, in words; empty if unknown."""
         if self.source == "estimated":

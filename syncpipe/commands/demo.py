@@ -177,16 +177,13 @@ def measure(pipe: syncpipe.Pipe, images: Tensor, labels: Tensor, all_threads: in
     def alone() -> None:
         F.cross_entropy(plain(images), labels).backward()  # type: ignore[no-untyped-call]
 
-    def piped(schedule: str) -> Callable[[], object]:
-        return lambda: pipe.train_batch(images, labels, loss_fn=F.cross_entropy, schedule=schedule)
-
     several, count = f"{n} device{'s' * (n > 1)}", n if on_cpu else all_threads
-    held = [f"{max(build(name, m, range(n)).in_flight)} of {m}" for name in ("gpipe", "1f1b")]
-    ways = [
-        ("plain model, 1 device", alone, 1 if on_cpu else count, "the mini-batch"),
-        (f"GPipe, {several}", piped("gpipe"), count, held[0]),
-        (f"1F1B, {several}", piped("1f1b"), count, held[1]),
-    ]
+    way: Callable[[], object] = alone
+    ways = [("plain model, 1 device", way, 1 if on_cpu else count, "the mini-batch")]
+    for title, name in {"GPipe": "gpipe", "1F1B": "1f1b"}.items():
+        way = partial(pipe.train_batch, images, labels, loss_fn=F.cross_entropy, schedule=name)
+        held = f"{max(build(name, m, range(n)).in_flight)} of {m}"
+        ways.append((f"{title}, {several}", way, count, held))
     if on_cpu:  # one model can have all cores of a CPU to itself, but not several GPUs
         ways.append((f"plain model, {all_threads} threads", alone, all_threads, "the mini-batch"))
     times: list[list[float]] = [[] for _ in ways]

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import gc
 import inspect
+from collections import defaultdict
 from collections.abc import Callable
 from itertools import chain
 from typing import Any
@@ -269,15 +270,14 @@ def _is_out_of_memory(error: BaseException) -> bool:
 
 def _report(found: Plan, used: dict[str, int], part: float) -> str:
     """Three lines: does a plan for this part of the memory fit, how fast is it, what limits it."""
-    limits, taken = dict[str, float](), dict[str, float]()
-    machine, planned = found.machine, found.chosen.on_device
-    for d, (name, limit) in enumerate(zip(machine.names, machine.memory, strict=True)):
-        limits[name] = limits.get(name, 0.0) + limit / part
-        if d < len(planned):
-            taken[name] = taken.get(name, 0.0) + planned[d]
+    limits, taken = defaultdict[str, float](float), defaultdict[str, float](float)
+    for name, limit in zip(found.machine.names, found.machine.memory, strict=True):
+        limits[name] += limit / part
+    for name, planned in zip(found.machine.names, found.chosen.on_device, strict=False):
+        taken[name] += planned
+    sizes = {name: used.get(name, size) for name, size in taken.items()}
     memory = ", ".join(
-        f"{name} {in_bytes(size)} and {in_bytes(limits[name] - size)} left"
-        for name, size in (taken | {x: used[x] for x in taken if x in used}).items()
+        f"{x} {in_bytes(size)} and {in_bytes(limits[x] - size)} left" for x, size in sizes.items()
     )
     shape = f"{count(len(found.balance), 'stage')}, {count(found.chunks, 'micro-batch', 'es')}"
     alone = next((one for one in found.alternatives if one.name == "one device"), None)

@@ -186,7 +186,8 @@ def layers_of(
             if where["device"].type == "cpu":
                 where["threads"] = max(1, torch.get_num_threads() // len(workers))
         layers = measured(module, sample, timeout=timeout, progress=progress, **where)  # type: ignore[arg-type]
-    if not layers.timed:
+    size = layers.sizes[-1]
+    if not any(layer.forward[size] + layer.backward[size] for layer in layers.layers):
         raise ValueError(
             "the profile has no times (on meta and on fake devices only sizes are measured), so "
             "there is nothing to plan by: measure the layers on a real device, or let times be "
