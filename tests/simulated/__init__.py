@@ -172,9 +172,3 @@ def no_waits() -> Iterator[None]:
         yield
     finally:
         torch.ops.sim.forbid_waits(False)
-
-
-def waits() -> dict[str, int]:
-    """Why the host had to wait for a device since the last call, and how often."""
-    lines = (line.rsplit("\t", 1) for line in torch.ops.sim.waits().splitlines())
-    return {reason: int(count) for reason, count in lines}

@@ -40,20 +40,19 @@ class device:
 
 
 def is_available() -> bool:
-    return not _is_in_bad_fork()
+    return True
 
 
 def _lazy_init() -> None:
-    if _is_in_bad_fork():
-        raise RuntimeError("Cannot re-initialize sim in forked subprocess")
+    pass
 
 
 def _is_in_bad_fork() -> bool:
-    return bool(torch.ops.sim.is_bad_fork())
+    return False
 
 
 def device_count() -> int:
-    return 0 if _is_in_bad_fork() else len(default_generators)
+    return len(default_generators)
 
 
 def current_device() -> int:

@@ -83,21 +83,6 @@ def test_a_layer_with_values_in_part_is_measured() -> None:
     assert found.layers[0].parameter_bytes == 2 * LAYER
 
 
-def test_a_tied_weight_is_there_once() -> None:
-    before = simulated.live_bytes(A)
-    layers = [TiedLayerSpec("a", nn.Linear, WIDTH, WIDTH, bias=False) for _ in range(4)]
-    pipe = Pipe(layers, [4], devices=[A])
-    assert simulated.live_bytes(A) - before < 1.5 * LAYER
-    assert pipe(torch.randn(2, WIDTH, device=A)).device == A
-
-
-def test_edited_layers_are_on_the_device_of_their_stage() -> None:
-    pipe = Pipe(specs(), [3, 3], devices=[A, B])
-    pipe[0], pipe[-1] = nn.Linear(WIDTH, WIDTH), LayerSpec(nn.Linear, WIDTH, 2)
-    assert [pipe[0].weight.device, pipe[-1].weight.device] == [A, B]
-    assert pipe(torch.randn(2, WIDTH, device=A)).shape == (2, 2)
-
-
 def test_a_move_that_does_not_fit_is_taken_back() -> None:
     pipe = Pipe([nn.Linear(WIDTH, WIDTH) for _ in range(4)], [1, 3], devices=[A, A])
     x = torch.randn(2, WIDTH, device=A)

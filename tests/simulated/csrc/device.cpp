@@ -23,7 +23,7 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
   void uncheckedSetDevice(c10::Device device) const noexcept override {
     if (0 <= device.index() && device.index() < kDevices) set_current_device(device.index());
   }
-  c10::DeviceIndex deviceCount() const noexcept override { return bad_fork() ? 0 : kDevices; }
+  c10::DeviceIndex deviceCount() const noexcept override { return kDevices; }
 
   c10::Stream getStream(c10::Device device) const override {
     return current_stream(index_of(device));
@@ -96,11 +96,11 @@ const at::Generator& default_generator(c10::DeviceIndex device) {
 
 struct Hooks final : at::PrivateUse1HooksInterface {
   bool isBuilt() const override { return true; }
-  bool isAvailable() const override { return !bad_fork(); }
-  bool hasPrimaryContext(c10::DeviceIndex) const override { return !bad_fork(); }
-  void init() const override { check_process(); }
+  bool isAvailable() const override { return true; }
+  bool hasPrimaryContext(c10::DeviceIndex) const override { return true; }
+  void init() const override {}
 
-  c10::DeviceIndex deviceCount() const override { return bad_fork() ? 0 : kDevices; }
+  c10::DeviceIndex deviceCount() const override { return kDevices; }
   c10::DeviceIndex getCurrentDevice() const override { return current_device(); }
   void setCurrentDevice(c10::DeviceIndex device) const override { set_current_device(device); }
   c10::DeviceIndex exchangeDevice(c10::DeviceIndex device) const override {
@@ -128,11 +128,9 @@ const bool registered = [] {
 
 // An operator for each thing that Python asks for: no other binding is needed.
 TORCH_LIBRARY(sim, m) {
-  m.def("is_bad_fork", &bad_fork);
   m.def("sleep", [](double ms, int64_t device) { launch(current_stream(device), ms); });
   m.def("reports", &reports);
   m.def("forbid_waits", &forbid_implicit_waits);
-  m.def("waits", &implicit_waits);
   m.def("generator", [](int64_t device) { return default_generator(device); });
   m.def("set_capacity", [](int64_t device, int64_t bytes) { set_capacity(device, bytes); });
   m.def("free_memory", [](int64_t device) { return free_memory(device); });

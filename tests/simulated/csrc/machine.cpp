@@ -1,11 +1,8 @@
 #include "machine.h"
 
 #include <c10/util/Exception.h>
-#include <pthread.h>
 
 #include <algorithm>
-#include <atomic>
-#include <map>
 #include <set>
 #include <sstream>
 
@@ -18,17 +15,11 @@ struct Machine {
   std::array<uint64_t, kDevices> handed_out{};
   Mark host;
   bool waits_are_forbidden = false;
-  std::map<std::string, int64_t> waits;
   std::set<std::string> reports;
 };
 
-std::atomic<bool> forked{false};
-
 Machine& machine() {
-  static auto* instance = [] {  // leaked: threads and tensors may outlive statics
-    pthread_atfork(nullptr, nullptr, [] { forked = true; });
-    return new Machine();
-  }();
+  static auto* instance = new Machine();  // leaked: threads and tensors may outlive statics
   return *instance;
 }
 
@@ -48,10 +39,7 @@ void check_device(c10::DeviceIndex device) {
 
 }  // namespace
 
-Lock locked() {
-  check_process();
-  return Lock(machine().mutex);
-}
+Lock locked() { return Lock(machine().mutex); }
 
 void join(Clock& clock, const Clock& other) {
   for (size_t k = 0; k < clock.size(); ++k) clock[k] = std::max(clock[k], other[k]);
@@ -129,7 +117,6 @@ void synchronize_device(c10::DeviceIndex device) {
 void implicit_wait(c10::Stream stream, const std::string& reason) {
   {
     const Lock lock = locked();
-    ++machine().waits[reason];
     TORCH_CHECK(
         !machine().waits_are_forbidden, "the host must not wait for ", stream, " here: ", reason);
   }
@@ -139,14 +126,6 @@ void implicit_wait(c10::Stream stream, const std::string& reason) {
 void forbid_implicit_waits(bool forbid) {
   const Lock lock = locked();
   machine().waits_are_forbidden = forbid;
-}
-
-std::string implicit_waits() {
-  const Lock lock = locked();
-  std::ostringstream lines;
-  for (const auto& [reason, count] : machine().waits) lines << reason << '\t' << count << '\n';
-  machine().waits.clear();
-  return lines.str();
 }
 
 void report(std::string what) {
@@ -161,13 +140,5 @@ std::string reports() {
   machine().reports.clear();
   return lines.str();
 }
-
-void check_process() {
-  TORCH_CHECK(
-      !forked, "Cannot re-initialize sim in forked subprocess. To use sim with multiprocessing, "
-      "you must use the 'spawn' start method");
-}
-
-bool bad_fork() { return forked; }
 
 }  // namespace sim

@@ -66,17 +66,13 @@ bool reached(const Mark& mark);
 void synchronize(const Mark& mark);  // the host waits
 void synchronize_device(c10::DeviceIndex device);
 
-// The same, where the user did not ask for it: an operator needs data on the host. Counted, and
-// an error while such waits are forbidden.
+// The same, where the user did not ask for it: an operator needs data on the host. An error while
+// such waits are forbidden.
 void implicit_wait(c10::Stream stream, const std::string& reason);
 void forbid_implicit_waits(bool forbid);
-std::string implicit_waits();  // "reason\tcount" a line, since the last call
 
 void report(std::string what);  // something is in the wrong order
 std::string reports();          // a line each, since the last call
-
-void check_process();  // throws in a forked child
-bool bad_fork();
 
 // ---- Memory ------------------------------------------------------------------------------------
 

@@ -1,8 +1,9 @@
 // As CUDA's caching allocator does it: a block belongs to the stream on which it was allocated.
-// Handed back, it can be handed out again on that stream at once, whatever other streams still do
+// Handed back, it could be handed out again on that stream at once, whatever other streams still do
 // with it, unless they were recorded. Then it has to wait for the places at which these streams
 // were when it was handed back; here until the host knows that they are past them, so that a
-// program that leaves memory to be freed so needs as much as it ever may.
+// program that leaves memory to be freed so needs as much as it ever may. Whoever allocates next on
+// the stream is taken to get all that could be handed out; what he gets is new.
 #include <c10/core/CachingDeviceAllocator.h>
 #include <c10/util/Exception.h>
 
@@ -34,8 +35,7 @@ struct Use {
 
 struct Block {
   char* data;
-  size_t size;  // what the system gave
-  size_t rounded;  // what counts: it may be used again for less
+  size_t size;
   size_t requested;
   c10::DeviceIndex device;
   c10::StreamId stream;
@@ -78,7 +78,7 @@ std::string told(const Block& block, const Use& use, c10::Stream stream) {
 Block* made(size_t size, size_t requested, c10::DeviceIndex device, c10::StreamId stream) {
   void* data = nullptr;
   TORCH_CHECK(posix_memalign(&data, 64, size) == 0, "the host has no memory left");
-  return new Block{static_cast<char*>(data), size, size, requested, device, stream};
+  return new Block{static_cast<char*>(data), size, requested, device, stream};
 }
 
 c10::DataPtr handed_out(Block* block, c10::DeleterFnPtr hand_back, c10::Device device) {
@@ -90,7 +90,6 @@ c10::DataPtr handed_out(Block* block, c10::DeleterFnPtr hand_back, c10::Device d
 void hand_back(void* context);
 
 struct DeviceMemory {
-  std::map<c10::StreamId, std::multimap<size_t, Block*>> free;
   std::map<c10::StreamId, std::vector<Block>> gone;  // as they were, for the next who allocates
   std::list<Block*> pending;
   DeviceStats stats;
@@ -108,25 +107,14 @@ struct Devices final : c10::DeviceAllocator {
     DeviceMemory& memory = memories[index];
     launch(stream);
     check_reuse(memory, stream);
-    collect(memory);
-    Block* block = reused(memory, stream.id(), size);
-    if (block == nullptr) {
-      if (reserved(memory) + size > memory.capacity) release(index, memory);
-      TORCH_CHECK_WITH(
-          OutOfMemoryError, reserved(memory) + size <= memory.capacity, "sim:", int(index),
-          " out of memory. Tried to allocate ", n, " bytes of ", memory.capacity);
-      block = made(size, n, index, stream.id());
-      memory.stats.reserved_bytes[0].increase(size);
-      memory.stats.segment[0].increase(1);
-    }
-    block->rounded = size;
-    block->requested = n;
-    memory.stats.allocation[0].increase(1);
+    if (free_bytes(memory) < size) release(index, memory);
+    TORCH_CHECK_WITH(
+        OutOfMemoryError, free_bytes(memory) >= size, "sim:", int(index),
+        " out of memory. Tried to allocate ", n, " bytes of ", memory.capacity);
     memory.stats.active[0].increase(1);
-    memory.stats.allocated_bytes[0].increase(size);
     memory.stats.active_bytes[0].increase(size);
-    memory.stats.requested_bytes[0].increase(n);
-    return handed_out(block, &hand_back, device);
+    memory.stats.allocated_bytes[0].increase(size);
+    return handed_out(made(size, n, index, stream.id()), &hand_back, device);
   }
 
   c10::DeleterFnPtr raw_deleter() const override { return nullptr; }
@@ -136,20 +124,15 @@ struct Devices final : c10::DeviceAllocator {
   }
 
   void free(Block* block) {
-    if (bad_fork()) return;  // this process will not use the memory again
     const Lock lock = locked();
     live().erase(block->data);
     DeviceMemory& memory = memories[block->device];
-    memory.stats.allocation[0].decrease(1);
-    memory.stats.allocated_bytes[0].decrease(block->rounded);
-    memory.stats.requested_bytes[0].decrease(block->requested);
+    memory.stats.allocated_bytes[0].decrease(block->size);
     for (c10::StreamId other : block->recorded) {
       join(block->pending.clock, clock_of(stream_of(block->device, other)));
     }
     memory.gone[block->stream].push_back(*block);
     memory.pending.push_back(block);
-    block->uses.clear();
-    block->recorded.clear();
     collect(memory);
   }
 
@@ -176,36 +159,28 @@ struct Devices final : c10::DeviceAllocator {
     return memories[index].stats;
   }
 
-  void resetAccumulatedStats(c10::DeviceIndex index) override {
-    each(index, [](c10::CachingAllocator::Stat& stat) { stat.reset_accumulated(); });
-  }
+  void resetAccumulatedStats(c10::DeviceIndex) override {}
 
   void resetPeakStats(c10::DeviceIndex index) override {
-    each(index, [](c10::CachingAllocator::Stat& stat) { stat.reset_peak(); });
+    const Lock lock = locked();
+    DeviceStats& stats = memories.at(index).stats;
+    for (auto* stat : {&stats.active, &stats.active_bytes, &stats.allocated_bytes}) {
+      (*stat)[0].reset_peak();
+    }
   }
 
   // (free, total); an override since torch 2.10.
   std::pair<size_t, size_t> getMemoryInfo(c10::DeviceIndex index) {
     const Lock lock = locked();
-    const DeviceMemory& memory = memories.at(index);
-    return {memory.capacity - std::min(reserved(memory), memory.capacity), memory.capacity};
+    return {free_bytes(memories.at(index)), memories[index].capacity};
   }
 
   std::array<DeviceMemory, kDevices> memories;
 
  private:
-  static size_t reserved(const DeviceMemory& memory) {
-    return size_t(memory.stats.reserved_bytes[0].current);
-  }
-
-  template <typename F>
-  void each(c10::DeviceIndex index, F apply) {
-    const Lock lock = locked();
-    DeviceStats& s = memories.at(index).stats;
-    for (auto* stat : {&s.allocation, &s.segment, &s.active, &s.allocated_bytes, &s.reserved_bytes,
-                       &s.active_bytes, &s.requested_bytes}) {
-      apply((*stat)[0]);
-    }
+  static size_t free_bytes(DeviceMemory& memory) {
+    collect(memory);
+    return memory.capacity - std::min(size_t(memory.stats.active_bytes[0].current), memory.capacity);
   }
 
   // Whether a stream may write into all that was allocated on it, and is gone.
@@ -219,41 +194,22 @@ struct Devices final : c10::DeviceAllocator {
     memory.gone[stream.id()].clear();
   }
 
-  Block* reused(DeviceMemory& memory, c10::StreamId stream, size_t size) {
-    auto& blocks = memory.free[stream];
-    auto found = blocks.lower_bound(size);
-    if (found == blocks.end() || found->first > 2 * size) return nullptr;
-    Block* block = found->second;
-    blocks.erase(found);
-    return block;
-  }
-
-  void collect(DeviceMemory& memory) {
+  static void collect(DeviceMemory& memory) {
     memory.pending.remove_if([&memory](Block* block) {
       if (!reached(block->pending)) return false;
-      block->pending = {};
       memory.stats.active[0].decrease(1);
-      memory.stats.active_bytes[0].decrease(block->rounded);
-      auto& blocks = memory.free[block->stream];
-      blocks.emplace_hint(blocks.lower_bound(block->size), block->size, block);  // the first to go
+      memory.stats.active_bytes[0].decrease(block->size);
+      std::free(block->data);
+      delete block;
       return true;
     });
   }
 
   // Back to the system. Like cudaFree it waits for the device.
-  void release(c10::DeviceIndex index, DeviceMemory& memory) {
+  static void release(c10::DeviceIndex index, DeviceMemory& memory) {
     synchronize_device(index);
     collect(memory);
     memory.gone.clear();
-    for (auto& [id, blocks] : memory.free) {
-      for (auto& [size, block] : blocks) {
-        memory.stats.reserved_bytes[0].decrease(size);
-        memory.stats.segment[0].decrease(1);
-        std::free(block->data);
-        delete block;
-      }
-      blocks.clear();
-    }
   }
 };
 
@@ -267,7 +223,7 @@ void hand_back(void* context) {
 }
 
 void hand_back_pinned(void* context) {
-  if (context == nullptr || bad_fork()) return;
+  if (context == nullptr) return;
   const Lock lock = locked();
   auto* block = static_cast<Block*>(context);
   arrivals().remove_if([block](const Arrival& a) { return block_at(a.to) == block; });
@@ -303,7 +259,6 @@ c10::Allocator* pinned_allocator() {
 }
 
 bool pinned(const void* data) {
-  if (bad_fork()) return false;
   const Lock lock = locked();
   const Block* block = block_at(data);
   return block != nullptr && block->device == kHost;

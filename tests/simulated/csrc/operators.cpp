@@ -322,17 +322,6 @@ at::Tensor& set_whole_storage(at::Tensor& self, at::Storage source) {
   return set_storage(self, std::move(source), 0, {count}, {});
 }
 
-at::Tensor& set_tensor(at::Tensor& self, const at::Tensor& source) {
-  return set_storage(
-      self, source.storage(), source.storage_offset(), source.sizes(), source.strides());
-}
-
-at::Tensor& set_nothing(at::Tensor& self) {
-  const c10::DeviceGuard guard(self.device());
-  c10::Storage none(c10::Storage::use_byte_size_t(), 0, device_allocator(), true);
-  return set_storage(self, std::move(none), 0, {0}, {});
-}
-
 void record_stream_of(at::Tensor& self, c10::Stream stream) {
   record_stream(self.storage().data_ptr(), stream);
 }
@@ -381,8 +370,6 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
   m.impl("resize_", &resize_);
   m.impl("set_.source_Storage_storage_offset", &set_storage);
   m.impl("set_.source_Storage", &set_whole_storage);
-  m.impl("set_.source_Tensor", &set_tensor);
-  m.impl("set_", &set_nothing);
   m.impl("record_stream", &record_stream_of);
   m.impl("_copy_from", &copy_from);
   m.impl("native_dropout", &native_dropout);
