@@ -28,32 +28,17 @@ _PYTEST = (sys.executable, "-m", "pytest", "-q", "-n0", "-p", "no:cacheprovider"
 _STEPS = ("tests/accelerators/test_accelerators_memory.py", "tests/training/test_train_memory.py")
 
 
-def parts(quick: bool) -> dict[str, tuple[str, Sequence[str], dict[str, str]]]:
-    """For each part what it is, its command, and what it adds to the environment."""
+def parts(quick: bool) -> dict[str, tuple[Sequence[str], dict[str, str]]]:
+    """For each part its command, and what it adds to the environment."""
     python, sim = sys.executable, {"SYNCPIPE_SIMULATED": "1"}
     models, simulated_models, steps = ("20", "10", "20") if quick else ("5000", "1500", "1000")
     words = ["runtime/engine"] if quick else []
+    fuzz = ["--seed", "24", "--models"]
     return {
-        "fuzz": (
-            f"{models} random models in random pipes on CPU workers",
-            (python, "-m", "tests.fuzz", "--models", models, "--seed", "24"),
-            {},
-        ),
-        "simulated": (
-            f"{simulated_models} of them on simulated devices",
-            (python, "-m", "tests.simulated.fuzz", "--models", simulated_models, "--seed", "24"),
-            {},
-        ),
-        "leaks": (
-            f"memory and threads after {steps} steps, on simulated devices and CPU workers",
-            (*_PYTEST, *_STEPS, "-k", "steps or nothing"),
-            {**sim, "SYNCPIPE_STEPS": steps},
-        ),
-        "mutations": (
-            "statements that wait, hold, record, lock or order, taken out one by one",
-            (python, "-m", "tests.mutations", *words),
-            {},
-        ),
+        "fuzz": ([python, "-m", "tests.fuzz", *fuzz, models], {}),
+        "simulated": ([python, "-m", "tests.simulated.fuzz", *fuzz, simulated_models], {}),
+        "leaks": ([*_PYTEST, *_STEPS, "-k", "steps or nothing"], {**sim, "SYNCPIPE_STEPS": steps}),
+        "mutations": ([python, "-m", "tests.mutations", *words], {}),
     }
 
 
@@ -69,7 +54,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             parser.error(f"there is no part {name!r}: {', '.join(chosen)}")
     rows, failed = [], 0
     for name in options.parts or chosen:
-        what, command, more = chosen[name]
+        command, more = chosen[name]
         if "SYNCPIPE_SIMULATED" in more and simulated.unavailable() is not None:
             more = {key: more[key] for key in more if key != "SYNCPIPE_SIMULATED"}
         print(f"\n==> {name}: {' '.join(command)}", flush=True)
@@ -77,9 +62,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         code, last = run(command, more)
         failed += code != 0
         minutes = (time.monotonic() - begun) / 60
-        rows.append(f"| `{name}` | {what} | {last} | {minutes:.1f} |")
+        rows.append(f"| `{name}` | {last} | {minutes:.1f} |")
     print(f"\n{datetime.date.today()}, torch {torch.__version__}, {os.cpu_count()} cores\n")
-    print("| part | what | result | minutes |\n|---|---|---|---|", *rows, sep="\n")
+    print("| part | result | minutes |\n|---|---|---|", *rows, sep="\n")
     return failed
 
 

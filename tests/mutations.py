@@ -20,18 +20,17 @@ import argparse
 import ast
 import collections
 import contextlib
-import multiprocessing
 import os
 import random
 import re
-import runpy
 import shutil
 import signal
+import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -83,15 +82,10 @@ class Detector(NamedTuple):
         return not self.arguments[0].startswith("tests/")
 
 
-class Sample:
-    """A plugin of pytest that runs some of the tests, mixed, so that it soon meets all kinds."""
-
-    def __init__(self, every: int) -> None:
-        self.every = every
-
-    def pytest_collection_modifyitems(self, items: list[Any]) -> None:
-        items[:] = items[:: self.every]
-        random.Random(0).shuffle(items)
+def pytest_collection_modifyitems(items: list[Any]) -> None:
+    """As a plugin of pytest: some of the tests, mixed, so that it soon meets all kinds."""
+    items[:] = items[:: int(os.environ["SYNCPIPE_EVERY"])]
+    random.Random(0).shuffle(items)
 
 
 def _files(*names: str) -> list[str]:
@@ -255,53 +249,30 @@ def copied(root: Path, mutant: Mutant | None) -> None:
         path.write_text("".join(lines), encoding="utf-8")
 
 
-def _run(root: str, detector: Detector, output: str) -> None:
-    """In a process of its own: runs a detector on the copy at ``root``."""
-    os.setpgid(0, 0)
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job ignores it
-    stream = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
-    os.dup2(stream, 1)
-    os.dup2(stream, 2)
-    os.chdir(root)
-    sys.path[:] = [root, *(p for p in sys.path if p not in ("", str(ROOT)))]
-    for name in [name for name in sys.modules if name.split(".")[0] in ("syncpipe", "tests")]:
-        del sys.modules[name]
-    os.environ |= {"PYTHONPATH": root, "PYTHONDONTWRITEBYTECODE": "1"}
-    os.environ.pop("SYNCPIPE_SIMULATED", None)
-    if detector.simulated:
-        os.environ["SYNCPIPE_SIMULATED"] = "1"
-    if detector.fuzz:
-        sys.argv = [*detector.arguments, "--seed=1", "--stop"]
-        code = 0
-        try:
-            runpy.run_module(sys.argv[0], run_name="__main__")
-        except SystemExit as end:
-            code = int(end.code or 0)
-    else:
-        import pytest
-
-        code = int(pytest.main([*_PYTEST, *detector.arguments], plugins=[Sample(detector.every)]))
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(code)
-
-
 def reds_by(root: Path, detector: Detector) -> list[str]:
     """The tests that fail on a copy; nothing if none does."""
-    output = root / "output"
-    fork = multiprocessing.get_context("fork")
-    process = fork.Process(target=_run, args=(str(root), detector, str(output)))
-    process.start()
-    process.join(detector.seconds)
-    hung = process.exitcode is None
-    with contextlib.suppress(ProcessLookupError):
-        os.killpg(process.pid or 0, signal.SIGKILL)  # it, and what it has left behind
-    process.join()
-    if hung:
-        return [f"hangs for {detector.seconds:.0f} s"]
-    if process.exitcode == 0:
+    command = [*detector.arguments, "--seed=1", "--stop"]
+    if not detector.fuzz:
+        command = ["pytest", *_PYTEST, "-p", "tests.mutations", *detector.arguments]
+    environment = {**os.environ, "PYTHONPATH": str(root), "PYTHONDONTWRITEBYTECODE": "1"}
+    environment |= {"SYNCPIPE_EVERY": str(detector.every)}
+    environment["SYNCPIPE_SIMULATED"] = str(int(detector.simulated))
+    with (root / "output").open("w+") as output:
+        process = subprocess.Popen(
+            [sys.executable, "-m", *command], cwd=root, env=environment, stdout=output,
+            stderr=output, start_new_session=True,
+        )  # fmt: skip
+        try:
+            code = process.wait(detector.seconds)
+        except subprocess.TimeoutExpired:
+            return [f"hangs for {detector.seconds:.0f} s"]
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)  # it, and what it has left behind
+            process.wait()
+    if code == 0:
         return []
-    text = output.read_text(encoding="utf-8", errors="replace")
+    text = (root / "output").read_text(encoding="utf-8", errors="replace")
     if "+ Timeout +" in text:
         return ["a test hangs"]
     found = [
@@ -309,7 +280,7 @@ def reds_by(root: Path, detector: Detector) -> list[str]:
         for line in text.splitlines()
         if line.startswith(("FAILED ", "ERROR ", "--seed "))
     ]
-    return found or [f"ended with {process.exitcode}: {text[-300:]!r}"]
+    return found or [f"ended with {code}: {text[-300:]!r}"]
 
 
 def judged(mutant: Mutant, detectors: dict[str, Detector]) -> tuple[str, str]:
@@ -359,15 +330,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(len(chosen), "mutants")
         return 0
     names = usable(options.detectors)
-    import pytest  # so that processes that are forked have it, and torch  # noqa: F401
-    import torch
-
-    torch.set_num_threads(1)
     begun = time.monotonic()
     missed: list[Mutant] = []
     killed: collections.Counter[str] = collections.Counter()
-    fork = multiprocessing.get_context("fork")  # of processes with one thread each
-    with ProcessPoolExecutor(options.processes, fork) as pool:
+    with ThreadPoolExecutor(options.processes) as pool:
         detectors = dict(zip(names, pool.map(without_reds, names), strict=True))
         found = pool.map(partial(judged, detectors=detectors), chosen)
         for mutant, (name, red) in zip(chosen, found, strict=True):
