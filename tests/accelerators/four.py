@@ -11,7 +11,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from syncpipe import Pipe
-from syncpipe.runtime.streams import AcceleratorStreams
 from syncpipe.runtime.worker import Worker
 from tests.support import accelerator as acc
 from tests.support.running import Residual
@@ -19,11 +18,6 @@ from tests.support.skips import Receive, Send
 
 WIDTH, ROWS, CHUNKS = 8, 12, 4
 MODES = ["always", "except_last", "never"]
-#: Each way to train with one or two of the modes, which do not depend on it.
-WAYS = [
-    ("always", "pipe(x)"), ("never", "pipe(x)"), ("except_last", "gpipe"),
-    ("never", "1f1b"), ("always", "1f1b"), ("except_last", "zb_h1"),
-]  # fmt: skip
 
 
 def places(kind: type, *indices: int) -> Callable[[], list[Any]]:
@@ -41,6 +35,7 @@ LAYOUTS: dict[str, Callable[[], list[Any]]] = {
     "host at the ends": lambda: ["cpu:0", acc.device(1), acc.device(2), "cpu:1"],
     "in turns": lambda: ["cpu:0", acc.device(1), "cpu:1", acc.device(0)],
 }
+HOST = "host"  #: the layout to compare with
 #: With replicas, for models of seven layers: balance, replicas, devices.
 SHAPES: dict[str, tuple[list[int], list[int], Callable[[], list[Any]]]] = {
     "last": ([3, 2, 2], [1, 1, 2], LAYOUTS["four"]),
@@ -63,27 +58,19 @@ def model() -> nn.Sequential:
 def pipe_of(module: nn.Sequential, layout: str, **options: Any) -> Pipe:
     """A pipe of a copy, with four stages or of a shape."""
     even = [len(module) // 4 + (j < len(module) % 4) for j in range(4)]
-    balance, replicas, devices = SHAPES.get(layout) or (even, [1] * 4, LAYOUTS[layout])
-    options = {"devices": devices(), "replicas": replicas, "chunks": CHUNKS, **options}
+    balance, replicas, devices = SHAPES.get(layout) or (even, [1] * 4, LAYOUTS.get(layout))
+    options = {
+        "devices": devices() if devices else ["cpu"] * 4,
+        "replicas": replicas,
+        "chunks": CHUNKS,
+        **options,
+    }
     return Pipe(copy.deepcopy(module), balance, **options)
 
 
 def data() -> tuple[Tensor, Tensor]:
     x, target = torch.randn(2, ROWS, WIDTH, dtype=torch.float64)
     return x, target
-
-
-def expected(module: nn.Sequential, x: Tensor, target: Tensor, loss_fn: Any) -> list[Tensor]:
-    """Loss and gradients of the plain model on the CPU."""
-    module = copy.deepcopy(module)
-    x = x.detach().clone().requires_grad_()
-    parts = []
-    for piece, goal in zip(x.chunk(CHUNKS), target.chunk(CHUNKS), strict=True):
-        result = loss_fn(module(piece), goal)
-        parts.append(result if isinstance(result, tuple) else (result, torch.tensor(1.0)))
-    loss = sum(part * weight for part, weight in parts) / sum(weight for _, weight in parts)
-    loss.backward()
-    return [loss.detach(), x.grad, *(p.grad for p in module.parameters())]
 
 
 def step(
@@ -103,29 +90,6 @@ def trained(pipe: Pipe, x: Tensor, *arguments: Any, **options: Any) -> list[Tens
     x = x.detach().to(pipe.devices[0]).requires_grad_()
     loss = step(pipe, x, *arguments, **options)
     return [loss, x.grad, *(p.grad for p in pipe.parameters())]
-
-
-class OwnStream(nn.Module):
-    """Runs a module on a stream of its own."""
-
-    def __init__(self, inner: nn.Module) -> None:
-        super().__init__()
-        self.inner = inner
-        self.stream: Any = None
-
-    def forward(self, x: Tensor) -> Tensor:
-        if x.device.type == "cpu":
-            y: Tensor = self.inner(x)
-            return y
-        here = torch.accelerator.current_stream(x.device)
-        self.stream = self.stream or torch.Stream(device=x.device)
-        self.stream.wait_stream(here)
-        x.record_stream(self.stream)
-        with AcceleratorStreams(x.device).use(self.stream):
-            y = self.inner(x)
-        here.wait_stream(self.stream)
-        y.record_stream(here)
-        return y
 
 
 def assert_close(found: list[Tensor], right: list[Tensor]) -> None:

@@ -7,109 +7,34 @@ from __future__ import annotations
 
 import copy
 import functools
-from contextlib import nullcontext
 from itertools import product
-from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import nn
 
-from syncpipe import Pipe
+from syncpipe import Pipe, verify
 from tests.accelerators.four import (
     CHUNKS,
+    HOST,
     LAYOUTS,
     MODES,
-    ROWS,
     WIDTH,
-    OwnStream,
     assert_close,
     data,
-    expected,
     model,
     pipe_of,
     step,
     trained,
+    weighted,
 )
+from tests.fuzz.layers import OwnStream
 from tests.support import accelerator as acc
 from tests.support.running import Residual
-from tests.support.watched import Fails, numbered
-from tests.training.failures.failing import Grads
+from tests.support.skips import Receive, Send
 
 pytestmark = pytest.mark.gpu
-
-
-def masked(output: Tensor, target: Tensor) -> Tensor:
-    """A mean over what is not masked; of a micro-batch without any it is 0 / 0."""
-    return F.cross_entropy(output, target, reduction="sum") / counted(target)
-
-
-def counted(target: Tensor) -> Tensor:
-    return (target != -100).sum()
-
-
-def elsewhere(output: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
-    """The weight is on an accelerator, of a loss on the host, or the other way round."""
-    other = acc.device(2) if output.device.type == "cpu" else torch.device("cpu")
-    return masked(output, target), counted(target.to(other))
-
-
-WEIGHED: dict[str, dict[str, Any]] = {
-    "known": {"loss_fn": F.cross_entropy},
-    "weight": {"loss_fn": masked, "weight": counted},
-    "with the loss": {"loss_fn": lambda y, t: (masked(y, t), counted(t))},
-    "elsewhere": {"loss_fn": elsewhere},
-}
-
-
-@pytest.mark.parametrize("at", [0, -1], ids=["target on the first", "target on the last"])
-@pytest.mark.parametrize(
-    ("layout", "way"),
-    [*product(["four"], WEIGHED), *product(["host at the ends", "in turns"], ["elsewhere"])],
-)
-def test_masked_losses(layout, way, at):
-    """Nobody waits for their weights, but where these are made elsewhere."""
-    plain = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(4))).double()
-    pipe, x, target = pipe_of(plain, layout), data()[0].requires_grad_(), torch.arange(ROWS) % WIDTH
-    target[[2, 3, 4, 5, 7]] = -100
-    loss = F.cross_entropy(plain(x), target)
-    loss.backward()
-    there, target = x.to(pipe.devices[0]), target.to(pipe.devices[at])
-    for _ in range(2):
-        with nullcontext() if way == "elsewhere" else acc.no_waits():
-            found = trained(pipe, there, target, verify=False, **WEIGHED[way])
-        assert_close(found, [loss.detach(), x.grad, *(p.grad for p in plain.parameters())])
-
-
-@pytest.mark.parametrize(
-    ("schedule", "place"),
-    [
-        *product(["pipe(x)", "gpipe", "1f1b", "zb_h1"], ["forward", "backward"]),
-        *product(["gpipe", "1f1b", "zb_h1"], ["loss"]),
-    ],
-)
-@pytest.mark.parametrize("layout", ["four", "workers", "in turns"])
-def test_an_exception_on_device_2(layout, schedule, place):
-    """It arrives as itself, gradients are as before the call, and the pipe works again."""
-    plain = nn.Sequential(*(Fails() for _ in range(4))).double()
-    pipe = pipe_of(plain, layout, checkpoint="never")
-    x, target = numbered(CHUNKS).double(), torch.randn(2 * CHUNKS, 5, dtype=torch.float64)
-    given, right = x.to(pipe.devices[0]), expected(plain, x, target, F.mse_loss)
-    fails = pipe[2]
-
-    def loss_fn(output: Tensor, target: Tensor) -> Tensor:
-        fails.act("loss", int(output[0, 0]))
-        return F.mse_loss(output, target)
-
-    for i in range(CHUNKS):
-        before = Grads(pipe)
-        fails.error, fails.phase, fails.i = ValueError("bad"), place, i
-        with pytest.raises(ValueError, match="bad"):
-            step(pipe, given, target, loss_fn, schedule)
-        acc.synchronize()
-        assert before.unchanged()
-        assert_close(trained(pipe, x, target, loss_fn, schedule), right)
 
 
 ACCELERATORS = ["four", "backwards", "interleaved", "workers", "two workers on one"]
@@ -135,23 +60,19 @@ def test_dropout_draws_the_same_everywhere():
         assert_close(result, results[0])
 
 
-@pytest.mark.parametrize(
-    ("layout", "deferred"), [*product(LAYOUTS, [False, True]), ("data parallel", True)]
-)
-def test_batch_norm(layout, deferred):
-    """Running statistics: of each micro-batch, or (deferred) of the mini-batch."""
+@pytest.mark.parametrize("layout", [*LAYOUTS, "data parallel"])
+def test_deferred_batch_norm(layout):
     plain = nn.Sequential(
         nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH), nn.Tanh(), nn.BatchNorm1d(WIDTH),
         *(nn.Identity() for _ in range(3)),
     ).double()  # fmt: skip
     for checkpoint in MODES:
-        pipe = pipe_of(plain, layout, checkpoint=checkpoint, deferred_batch_norm=deferred)
+        pipe = pipe_of(plain, layout, checkpoint=checkpoint, deferred_batch_norm=True)
         other = copy.deepcopy(plain)
         for _ in range(2):
             x, _ = data()
             with torch.no_grad():
-                for piece in x.chunk(1 if deferred else CHUNKS):
-                    other[:2](piece)
+                other[:2](x)
             pipe.train_batch(x.to(pipe.devices[0]), loss_fn=torch.sum)
             pipe.eval()
             pipe.eval_batch(x.to(pipe.devices[0]))
@@ -210,38 +131,31 @@ def test_optimizers(layout, how, scaled, name):
 
     A scaler unscales gradients on all devices, and passes over a step that overflows on one.
     """
-    plain = model().float()
-    pipe = pipe_of(plain, layout)
-    theirs, ours = OPTIMIZERS[name](plain.parameters()), OPTIMIZERS[name](pipe.parameters())
-    scaler = torch.amp.GradScaler(acc.kind(), 16.0, growth_interval=100, enabled=scaled)
-    for k in range(4):
-        x, target = (tensor.float() for tensor in data())
-        given, goal = x.to(pipe.devices[0]), target.to(pipe.devices[-1])
-        overflows = scaled and k == 2
-        goal[-1] *= float("inf") if overflows else 1
-        ours.zero_grad()
-        if how == "pipe(x)":
-            scaler.scale(F.mse_loss(pipe(given), goal)).backward()
-        else:
-            step(pipe, given, goal, F.mse_loss, how, grad_scaler=scaler)
-        scaler.unscale_(ours)
-        torch.nn.utils.clip_grad_norm_(pipe.parameters(), 0.5)
-        scaler.step(ours)
-        scaler.update()
-        if scaled:
-            # Gradients lie in memory of the workers' streams, which wait for the caller's when they
-            # go on. Simulated memory is spoilt when it is handed back, not when it is used again.
-            acc.synchronize()
-            assert scaler.get_scale() == (8 if k >= 2 else 16)
-        if overflows:
-            continue
-        grads = expected(plain, x, target, F.mse_loss)[2:]
-        for p, grad in zip(plain.parameters(), grads, strict=True):
-            p.grad = grad
-        torch.nn.utils.clip_grad_norm_(plain.parameters(), 0.5)
-        theirs.step()
-    for p, q in zip(pipe.parameters(), plain.parameters(), strict=True):
-        torch.testing.assert_close(p.detach().cpu(), q.detach(), rtol=1e-4, atol=1e-5)
+    plain, batches, found = model().float(), [data() for _ in range(4)], []
+    for where in (layout, HOST):
+        pipe = pipe_of(plain, where)
+        optimizer = OPTIMIZERS[name](pipe.parameters())
+        kind = "cpu" if where == HOST else acc.kind()
+        scaler = torch.amp.GradScaler(kind, 16.0, growth_interval=100, enabled=scaled)
+        for k, (x, target) in enumerate(batches):
+            given, goal = x.float().to(pipe.devices[0]), target.float().to(pipe.devices[-1])
+            goal = torch.cat([goal[:-1], goal[-1:] * (float("inf") if scaled and k == 2 else 1)])
+            optimizer.zero_grad()
+            if how == "pipe(x)":
+                scaler.scale(F.mse_loss(pipe(given), goal)).backward()
+            else:
+                step(pipe, given, goal, F.mse_loss, how, grad_scaler=scaler)
+            scaler.unscale_(optimizer)
+            torch.nn.utils.clip_grad_norm_(pipe.parameters(), 0.5)
+            scaler.step(optimizer)
+            scaler.update()
+            if scaled:
+                # Gradients lie in memory of the workers' streams, which wait for the caller's when
+                # they go on. Simulated memory is spoilt when it is handed back, not used again.
+                acc.synchronize()
+                assert scaler.get_scale() == (8 if k >= 2 else 16)
+        found.append([p.detach().cpu() for p in pipe.parameters()])
+    torch.testing.assert_close(*found, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "zb_h1", "zb_h2"])
@@ -260,3 +174,73 @@ def test_weight_gradients_of_a_layer_with_a_stream_of_its_own(schedule):
     pipe.zero_grad()
     pipe.train_batch(x.to(devices[0]), loss_fn=lambda y: (y**2).mean(), schedule=schedule)
     assert_close([p.grad for p in pipe.parameters()], wanted)
+
+
+# --- a module like any other ---------------------------------------------------------------------
+
+
+@pytest.mark.usefixtures("four_devices")
+def test_a_state_dict_goes_to_other_devices():
+    """The weights end up where the pipe has its stages."""
+    state = pipe_of(model(), "four").state_dict()
+    other, plain = pipe_of(model(), "backwards"), model()
+    homes = [p.device for p in other.parameters()]
+    for module in (other, plain):
+        module.load_state_dict(state)
+        for key, value in module.state_dict().items():
+            assert torch.equal(value.cpu(), state[key].cpu())
+    assert [p.device for p in other.parameters()] == homes
+
+
+def test_the_default_is_all_accelerators(four_devices):
+    pipe = Pipe(model(), [2, 2, 2, 1], chunks=CHUNKS)
+    assert pipe.devices == four_devices
+    numbers = Pipe(model(), [2, 2, 2, 1], devices=[3, 0, 1, 0], chunks=CHUNKS)
+    assert numbers.devices == [four_devices[k] for k in (3, 0, 1, 0)]
+
+
+@pytest.mark.usefixtures("four_devices")
+@pytest.mark.parametrize("layout", ["four", "in turns"])
+def test_a_pipe_of_layers_that_are_there_already(layout):
+    """As in ``torch.distributed.pipeline.sync``: no balance, devices are where the layers are."""
+    places = [
+        worker if isinstance(worker, torch.device) else torch.device("cpu")
+        for worker in LAYOUTS[layout]()
+    ]
+    plain = nn.Sequential(*(nn.Linear(8, 8) for _ in range(4))).double()
+    layers = copy.deepcopy(plain)
+    for layer, place in zip(layers, places, strict=True):
+        layer.to(place)
+    pipe = Pipe(layers, chunks=CHUNKS)
+    assert [device.type for device in pipe.devices] == [place.type for place in places]
+    given = (*data(), weighted)
+    assert_close(trained(pipe, *given), trained(pipe_of(plain, HOST), *given))
+
+
+def test_moving_a_pipe_is_refused(four_devices):
+    pipe = pipe_of(model(), "four")
+    with pytest.raises((TypeError, ValueError, RuntimeError)):
+        pipe.to(four_devices[1])
+    assert [p.device for p in pipe[1].parameters()] == [four_devices[0]] * 2
+    assert isinstance(pipe.half(), Pipe)
+
+
+@pytest.mark.parametrize("there", [0, "cpu"])
+def test_verify_finds_nothing(there: int | str) -> None:
+    linears = [nn.Linear(WIDTH, WIDTH) for _ in range(2)]
+    layers = [Send(), linears[0], nn.Dropout(), nn.BatchNorm1d(WIDTH), Receive(), linears[1]]
+    devices = [acc.device(1), acc.device(2), "cpu:0" if there == "cpu" else acc.device(there)]
+    pipe = Pipe(
+        nn.Sequential(*layers), [2, 2, 2], devices=devices, chunks=4, deferred_batch_norm=True
+    )
+    x, y = torch.randn(12, WIDTH), torch.arange(12) % WIDTH
+    before = [t.detach().clone() for t in [*pipe.parameters(), *pipe.buffers()]]
+    state = torch.get_rng_state()
+    report = verify(pipe, x.to(devices[0]), y, loss_fn=F.cross_entropy)
+    assert report.pipe_ok, report
+    assert report["1f1b"].comparisons["buffers"].status in ("equal", "rounding")
+    assert "BatchNorm sees micro-batches" in str(report)
+    after = [*pipe.parameters(), *pipe.buffers()]
+    assert all(map(torch.equal, before, after))
+    assert all(p.grad is None for p in pipe.parameters())
+    assert torch.equal(state, torch.get_rng_state())

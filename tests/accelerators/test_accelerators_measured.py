@@ -11,8 +11,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from syncpipe import Pipe, plan
-from syncpipe.balance import balance_by_size, balance_by_time, profile
+from syncpipe import Pipe
+from syncpipe.balance import profile
 from syncpipe.timeline.timeline import Span
 from tests.accelerators.four import LAYOUTS, step
 from tests.support import accelerator as acc
@@ -117,28 +117,6 @@ def test_profile(k):
     assert min(found.layers[0].forward.values()) > SLEEP / 1e3
     assert found.layers[1].output_bytes[8] == 8 * WIDTH * 4
     assert torch.accelerator.current_device_index() == 0
-
-
-@pytest.mark.parametrize(
-    ("balanced", "options", "balance"),
-    [(balance_by_time, {"timeout": 0.1}, [1, 3]), (balance_by_size, {"chunks": 2}, [2, 1, 1])],
-)
-def test_balances(balanced, options, balance):
-    options = {**options, "device": acc.device(1), "progress": False}
-    assert balanced(len(balance), layers(), torch.randn(8, WIDTH), **options) == balance
-
-
-def test_plan(four_devices):
-    """What it says runs on the devices that it says it for."""
-    module = layers()
-    sample = torch.randn(8, WIDTH, device=four_devices[1])
-    found = plan(
-        module.to(four_devices[1]), sample, devices=four_devices, batch_size=8, memory="1GB",
-        bandwidth="10GB/s", timeout=0.2, progress=False,
-    )  # fmt: skip
-    pipe = Pipe(module, **found.options())
-    pipe.train_batch(sample.to(pipe.devices[0]), loss_fn=torch.sum, loss_reduction="sum")
-    assert all(p.grad is not None for p in pipe.parameters())
 
 
 def test_the_host_does_not_wait_for_a_trace(four_devices):

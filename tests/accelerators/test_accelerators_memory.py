@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from syncpipe import Pipe
 from tests.accelerators.four import LAYOUTS, WIDTH, data, model, pipe_of, trained, weighted
 from tests.support import accelerator as acc
-from tests.support.ties import tie
+from tests.support.models import tie
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("four_devices")]
 

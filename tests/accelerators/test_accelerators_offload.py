@@ -15,7 +15,8 @@ from torch import Tensor, nn
 from syncpipe import Pipe
 from syncpipe.runtime import offload
 from tests import simulated
-from tests.accelerators.four import LAYOUTS, WIDTH, OwnStream, trained
+from tests.accelerators.four import LAYOUTS, WIDTH, trained
+from tests.fuzz.layers import OwnStream
 from tests.support import accelerator as acc
 from tests.support.running import Do, on_gradient, raising
 
@@ -47,28 +48,6 @@ def both(module: nn.Sequential, **options: Any) -> Iterator[Pipe]:
     for checkpoint in ("never", "offload"):
         arguments = {"devices": devices, **options, "checkpoint": checkpoint}
         yield Pipe(copy.deepcopy(module), [1] * len(module), **arguments)
-
-
-class Odd(nn.Module):
-    """Views of one memory, what is transposed, expanded and not contiguous, and in place."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(WIDTH, 3 * WIDTH)
-
-    def forward(self, x: Tensor) -> Tensor:
-        q, k, v = self.linear(x).chunk(3, -1)
-        y = (q * k).relu_() + v * v.mean(0, keepdim=True).expand_as(v)
-        z = y.t().sin().exp() * y.t()[:, :1]
-        return z.t().tanh() + torch.where(y > 0, y.sin(), y[::2].repeat_interleave(2, 0).cos())
-
-
-@pytest.mark.parametrize("how", SCHEDULES)
-@everything
-def test_views_come_back_as_views_with_their_strides(how):
-    module, x = nn.Sequential(Odd(), Odd(), Odd(), Odd()), torch.randn(12, WIDTH)
-    kept, pipe = both(module, devices=LAYOUTS["interleaved"](), chunks=3)
-    assert all(map(torch.equal, results(pipe, how, x), results(kept, how, x)))
 
 
 @everything
@@ -168,19 +147,6 @@ def test_parameters_small_tensors_and_what_is_stored_twice(copies):
         copies.clear()
         pipe(x).sum().backward()
     assert copies == [512 * 512 * 4] * 3  # x, y, and y * y
-
-
-@everything
-def test_two_backwards_through_one_graph_and_a_second_derivative():
-    module, found = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH)), []
-    x = torch.randn(8, WIDTH, device=acc.device(0), requires_grad=True)
-    for pipe in both(module, chunks=2):
-        y = pipe(x)
-        first = torch.autograd.grad(y.square().sum(), x, retain_graph=True)[0]
-        second = torch.autograd.grad(y.square().sum(), x, create_graph=True)[0]
-        third = torch.autograd.grad(second.square().sum(), list(pipe.parameters())[:2])
-        found.append([t.detach().cpu() for t in (first, second, *third)])
-    assert all(map(torch.equal, *found))
 
 
 @everything

@@ -22,6 +22,7 @@ from syncpipe.runtime.streams import AcceleratorStreams
 from tests import simulated
 from tests.accelerators.four import MODES, SHAPES, WIDTH, model, pipe_of
 from tests.support import accelerator as acc
+from tests.support.running import raising
 
 pytestmark = pytest.mark.gpu
 
@@ -176,11 +177,26 @@ def accumulate(user: User) -> None:
 
 def fail(user: User) -> None:
     """Gradients are put back, used, and so is the memory of what the call had in hands."""
-    user.batch(user.made(0), user.made(-1))
-    user.criterion.fails = True
-    with pytest.raises(ValueError, match="as it was told"):
+
+    def call() -> None:
         user.batch(user.made(0), user.made(-1))
+
+    with torch.no_grad():
+        for leaf in user.leaves():  # which are overwritten by others
+            leaf.normal_()
+    call()
+    kept = [leaf.grad.clone() for leaf in user.leaves()]
+    for place in nn.Module.register_forward_hook, nn.Module.register_full_backward_hook, None:
+        user.criterion.fails = place is None
+        hook = raising(lambda: ValueError("as it was told"))
+        handle = place(user.pipe[4], hook) if place else nullcontext()
+        with handle, pytest.raises(ValueError, match="as it was told"):
+            call()
+        if place:
+            with place(user.pipe[4], hook), pytest.raises(ValueError, match="as it was told"):
+                user.pipe(user.made(0)).sum().backward()
     user.criterion.fails = False
+    assert all(map(torch.equal, kept, [leaf.grad for leaf in user.leaves()]))
     user.optimize()
 
 

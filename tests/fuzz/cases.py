@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import pairwise
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from syncpipe import Pipe, Selective
 from syncpipe.schedules import one_f_one_b
@@ -20,7 +21,7 @@ from tests.support.training import any_schedule, fitting
 __all__ = ["Case", "drawn_case"]
 
 _ATEN = torch.ops.aten
-_SAVED = [_ATEN.addmm.default, _ATEN.mm.default, _ATEN.tanh.default, _ATEN.native_dropout.default]
+_SAVED = [_ATEN.addmm.default, _ATEN.mm.default, _ATEN.tanh.default, _ATEN.randn_like.default]
 _MODES = [*CHECKPOINT_MODES, *CHECKPOINT_MODES, "offload"]
 #: Those that replicas may run at the same time: they write into no state, nor have hidden leaves.
 ALIKE = ["linear", "conv", "layer_norm", "tanh", "gelu", "frozen", "residual", "relu_", "mul_"]
@@ -31,6 +32,13 @@ ALIKE += ["receive", "receive_unused", "dropout", "rrelu", "noise", "dawdle"]
 DRIVERS = ["forward", "forward", "train", "train", "train", "iterator", "eval"]
 DRIVERS += ["outputs", "no_grad", "inference_mode"]
 
+#: By the loss what the weight is of a micro-batch of some samples, and a tensor with one for each.
+WEIGHTS: dict[str, Callable[[int, Tensor], Any]] = {
+    "weighted": lambda size, scale: size + 0.5,
+    "weighted by a tensor": lambda size, scale: (scale > 0).sum() + 0.5,
+    "weighted by a tensor of the host": lambda size, scale: torch.tensor(size + 0.5),
+}
+
 
 @dataclass(frozen=True)
 class Call:
@@ -39,7 +47,7 @@ class Call:
     Attributes:
         driver: one of ``DRIVERS``.
         schedule: of ``train_batch``.
-        loss: ``"mean"``, ``"sum"`` or ``"weighted"``; or a mean that draws, ``"noisy"``, or
+        loss: ``"mean"``, ``"sum"`` or one of ``WEIGHTS``; or a mean that draws, ``"noisy"``, or
             that calls the pipe, as its data does, ``"nested"``.
         sizes: the samples of each micro-batch, or of the mini-batch alone.
         autocast: run it under autocast, with its casts ``"cached"`` or made ``"anew"``.
@@ -135,7 +143,7 @@ def drawn_case(
             sizes *= chunks
             if chance.random() < 0.3:
                 sizes = [chance.randint(1, 3) for _ in range(chunks)]
-        loss = chance.choice(["mean", "mean", "mean", "sum", "weighted"])
+        loss = chance.choice(["mean"] * 4 + ["sum", *WEIGHTS])
         if model.draws and chance.random() < 0.4:
             loss = "noisy" if model.counts else chance.choice(["noisy", "nested"])
         flags = [chance.random() < p for p in (0.6, 0.3, 0.85)]

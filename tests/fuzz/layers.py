@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from syncpipe import Pipe, is_recomputing
+from syncpipe.runtime.streams import AcceleratorStreams
 from tests.support.models import CHANNELS, LENGTH, Inner, on_x
 
 
@@ -75,6 +76,17 @@ class Plus(OnX):
 
     def act(self, x: Tensor) -> Tensor:
         return x + self.of_sizes[len(x) - 1]
+
+
+class Seldom(OnX):
+    """Uses its parameter for some micro-batches."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(LENGTH))
+
+    def act(self, x: Tensor) -> Tensor:
+        return x * self.weight if x.detach()[0, 0, 0] > 0 else x * 2
 
 
 class ParameterViews(OnX):
@@ -156,12 +168,12 @@ class Autocast(OnX):
 class TensorHook(OnX):
     """Changes the gradient of an activation of its own."""
 
-    def __init__(self, hook: Callable[[Tensor], Tensor]) -> None:
+    def __init__(self, hook: Callable[[Tensor], Tensor], factor: float = 1.5) -> None:
         super().__init__()
-        self.hook = hook
+        self.hook, self.factor = hook, factor
 
     def act(self, x: Tensor) -> Tensor:
-        y = x * 1.5
+        y = x * self.factor
         if y.requires_grad:
             y.register_hook(self.hook)
         return y
@@ -190,6 +202,29 @@ def piped(*layers: nn.Module) -> nn.Module:
     return Inner(Pipe(nn.Sequential(linear, *layers), [1, len(layers)], devices=devices, chunks=2))
 
 
+class OwnStream(nn.Module):
+    """Runs a module on a stream of its own."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+        self.stream: Any = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        if x.device.type == "cpu":
+            y: Tensor = self.inner(x)
+            return y
+        here = torch.accelerator.current_stream(x.device)
+        self.stream = self.stream or torch.Stream(device=x.device)
+        self.stream.wait_stream(here)
+        x.record_stream(self.stream)
+        with AcceleratorStreams(x.device).use(self.stream):
+            y = self.inner(x)
+        here.wait_stream(self.stream)
+        y.record_stream(here)
+        return y
+
+
 class Weighs(nn.Module):
     """From a tensor to a tree with a parameter itself in it, as learned queries are."""
 
@@ -211,9 +246,9 @@ def fork_rng(x: Tensor) -> Tensor:
 class Dawdle(TensorHook):
     """Takes a different, short time at each call, forward and backward."""
 
-    def __init__(self) -> None:
-        super().__init__(self.wait)
-        self.delays = random.Random(0)
+    def __init__(self, seed: int = 0) -> None:
+        super().__init__(self.wait, 1)
+        self.delays = random.Random(seed)
 
     def wait(self, *_: Any) -> None:
         time.sleep(self.delays.random() * 4e-4)

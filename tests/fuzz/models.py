@@ -26,8 +26,10 @@ from tests.fuzz.layers import (
     Dawdle,
     Embed,
     Hidden,
+    OwnStream,
     ParameterViews,
     Plus,
+    Seldom,
     Slope,
     Some,
     Stateful,
@@ -46,14 +48,15 @@ from tests.support.models import (
     Fork,
     Inner,
     Join,
+    Known,
     Noise,
     Receive,
     Send,
     Tied,
     on_x,
+    tie,
 )
 from tests.support.running import Do, Residual, Using
-from tests.support.ties import tie
 
 __all__ = ["KINDS", "Model", "drawn_model"]
 
@@ -67,7 +70,7 @@ def _using(function: Callable[..., Tensor], *layers: nn.Module) -> nn.Module:
 
 
 def _frozen() -> nn.Module:
-    return Inner(_linear()).requires_grad_(False)
+    return Known(_linear()).requires_grad_(False)
 
 
 def _two_counters() -> nn.Module:
@@ -77,25 +80,15 @@ def _two_counters() -> nn.Module:
     return nn.Sequential(first, second)
 
 
-def _hooked(register: str, hook: Callable[..., Any]) -> Callable[[], nn.Module]:
+def _hooked(register: str, hook: Callable[..., Any], on: str = "") -> Callable[[], nn.Module]:
+    """A linear layer with a hook, of its own or on a parameter."""
+
     def make() -> nn.Module:
         layer = _linear()
-        getattr(layer, register)(hook)
-        return Inner(layer)
+        getattr(getattr(layer, on) if on else layer, register)(hook)
+        return Known(layer)
 
     return make
-
-
-def _parameter_hook() -> nn.Module:
-    layer = _linear()
-    layer.weight.register_hook(lambda grad: grad * 0.5)
-    return Inner(layer)
-
-
-def _noisy_parameter_hook() -> nn.Module:
-    layer = _linear()
-    layer.weight.register_hook(_noisy)
-    return Inner(layer)
 
 
 def _forked(grad: Tensor) -> Tensor:
@@ -106,6 +99,18 @@ def _forked(grad: Tensor) -> Tensor:
 
 def _noisy(grad: Tensor) -> Tensor:
     return grad + torch.randn_like(grad)
+
+
+def _repair(x: Tensor) -> Tensor:
+    """Writes into its input only where that is needed, often in a later call only."""
+    return x.clamp_(-2, 2) if x.detach().abs().max() > 2 else x
+
+
+def _own_forward() -> nn.Module:
+    """One of PyTorch's own layers, which never write, but for its forward."""
+    layer = _linear()
+    layer.forward = lambda x: x.mul_(1.25)  # type: ignore[method-assign]
+    return Known(layer)
 
 
 def _add_to_first(x: Tensor) -> Tensor:
@@ -139,18 +144,20 @@ class Kind:
 
 
 KINDS: dict[str, Kind] = {
-    "linear": Kind(lambda: Inner(_linear())),
-    "conv": Kind(lambda: Inner(nn.Conv1d(CHANNELS, CHANNELS, 1))),
-    "batch_norm": Kind(lambda: Inner(nn.BatchNorm1d(CHANNELS)), counts=True),
-    "momentum_none": Kind(lambda: Inner(nn.BatchNorm1d(CHANNELS, momentum=None)), counts=True),
-    "instance_norm": Kind(lambda: Inner(nn.InstanceNorm1d(CHANNELS, affine=True))),
-    "layer_norm": Kind(lambda: Inner(nn.LayerNorm(LENGTH))),
-    "tanh": Kind(lambda: Inner(nn.Tanh()), stores=True),
-    "gelu": Kind(lambda: Inner(nn.GELU())),
+    "linear": Kind(lambda: Known(_linear())),
+    "conv": Kind(lambda: Known(nn.Conv1d(CHANNELS, CHANNELS, 1))),
+    "batch_norm": Kind(lambda: Known(nn.BatchNorm1d(CHANNELS)), counts=True),
+    "momentum_none": Kind(lambda: Known(nn.BatchNorm1d(CHANNELS, momentum=None)), counts=True),
+    "instance_norm": Kind(lambda: Known(nn.InstanceNorm1d(CHANNELS, affine=True))),
+    "layer_norm": Kind(lambda: Known(nn.LayerNorm(LENGTH))),
+    "tanh": Kind(lambda: Known(nn.Tanh()), stores=True),
+    "gelu": Kind(lambda: Known(nn.GELU())),
     "frozen": Kind(_frozen),
     "tied": Kind(Tied),
+    "seldom": Kind(Seldom),
     "attention": Kind(
-        lambda: Inner(nn.TransformerEncoderLayer(LENGTH, 1, 4, 0.0, batch_first=True)), once=False
+        lambda: Known(nn.TransformerEncoderLayer(LENGTH, 1, 4, 0.0, batch_first=True)),
+        once=False,
     ),
     "lstm": Kind(
         lambda: _using(lambda x, lstm: lstm(x)[0], nn.LSTM(LENGTH, LENGTH, batch_first=True)),
@@ -179,8 +186,8 @@ KINDS: dict[str, Kind] = {
         once=False,
         counts=True,
     ),
-    "spectral_norm": Kind(lambda: Inner(spectral_norm(_linear())), counts=True),
-    "weight_norm": Kind(lambda: Inner(weight_norm(_linear()))),
+    "spectral_norm": Kind(lambda: Known(spectral_norm(_linear())), counts=True),
+    "weight_norm": Kind(lambda: Known(weight_norm(_linear()))),
     "autocast": Kind(lambda: Autocast(True), cpu=True),
     "full_precision": Kind(lambda: Autocast(False), cpu=True),
     "residual": Kind(lambda: Inner(Residual(LENGTH)), once=False),
@@ -196,23 +203,27 @@ KINDS: dict[str, Kind] = {
     "transposed": Kind(lambda: Inner(lambda x: (x * 2).mT.contiguous().mT)),
     "dawdle": Kind(Dawdle, stores=True),
     "current_device": Kind(lambda: Inner(on_current_device)),
+    "own_stream": Kind(lambda: Inner(OwnStream(_linear()))),
+    "detached": Kind(lambda: Inner(lambda x: x.detach() * 2)),
     # handed on
     "identity": Kind(nn.Identity, passes=True),
-    "flatten": Kind(lambda: Inner(nn.Flatten(2)), passes=True),
-    "dropout_0": Kind(lambda: Inner(nn.Dropout(0.0)), passes=True),
+    "flatten": Kind(lambda: Known(nn.Flatten(2)), passes=True),
+    "dropout_0": Kind(lambda: Known(nn.Dropout(0.0)), passes=True),
     "view": Kind(lambda: Inner(lambda x: x.view_as(x)), passes=True),
     "slice": Kind(lambda: Inner(lambda x: x[:, :CHANNELS]), passes=True),
     # in place
-    "relu_": Kind(lambda: Inner(nn.ReLU(inplace=True)), inplace=True, passes=True, stores=True),
-    "hardtanh_": Kind(lambda: Inner(nn.Hardtanh(inplace=True)), inplace=True, passes=True),
+    "relu_": Kind(lambda: Known(nn.ReLU(inplace=True)), inplace=True, passes=True, stores=True),
+    "hardtanh_": Kind(lambda: Known(nn.Hardtanh(inplace=True)), inplace=True, passes=True),
     "mul_": Kind(lambda: Inner(lambda x: x.mul_(1.5)), inplace=True, passes=True),
     "add_": Kind(lambda: Inner(_add_to_first), inplace=True, passes=True),
+    "repair": Kind(lambda: Inner(_repair), inplace=True, passes=True),
+    "own_forward": Kind(_own_forward, inplace=True, passes=True),
     # part of themselves again
     "checkpoint": Kind(lambda: Checkpointed(reentrant=False, dropout=False), stores=True),
     "reentrant": Kind(lambda: Checkpointed(reentrant=True, dropout=False), stores=True),
     # hooks
     "tensor_hook": Kind(lambda: TensorHook(lambda grad: grad * 0.75), stores=True),
-    "parameter_hook": Kind(_parameter_hook),
+    "parameter_hook": Kind(_hooked("register_hook", lambda grad: grad * 0.5, "weight")),
     "forward_hook": Kind(_hooked("register_forward_hook", lambda m, x, y: y * 1.25)),
     "forward_pre_hook": Kind(_hooked("register_forward_pre_hook", lambda m, x: (x[0] * 0.5,))),
     "backward_hook": Kind(
@@ -222,9 +233,9 @@ KINDS: dict[str, Kind] = {
         _hooked("register_full_backward_pre_hook", lambda m, gy: _doubled(gy)), stores=True
     ),
     # random
-    "dropout": Kind(lambda: Inner(nn.Dropout(0.4)), passes=True, draws=True),
+    "dropout": Kind(lambda: Known(nn.Dropout(0.4)), passes=True, draws=True),
     "dropout_": Kind(
-        lambda: Inner(nn.Dropout(0.4, inplace=True)), inplace=True, passes=True, draws=True
+        lambda: Known(nn.Dropout(0.4, inplace=True)), inplace=True, passes=True, draws=True
     ),
     "dropouts": Kind(  # in a module, and outside of it
         lambda: _using(lambda x, d: F.dropout(d(x), 0.2, d.training), nn.Dropout(0.3)),
@@ -234,7 +245,9 @@ KINDS: dict[str, Kind] = {
     # It draws for negative numbers only; there is always one, for whoever first draws late may be
     # recomputed with other numbers, as the limits say.
     "rrelu": Kind(
-        lambda: Inner(nn.Sequential(Do(lambda x: x - x.amax()), nn.RReLU())), draws=True, once=False
+        lambda: Known(nn.Sequential(Do(lambda x: x - x.amax()), nn.RReLU())),
+        draws=True,
+        once=False,
     ),
     "noise": Kind(Noise, passes=True, draws=True),
     "fork_rng": Kind(lambda: Inner(fork_rng), draws=True, cpu=True),
@@ -247,7 +260,7 @@ KINDS: dict[str, Kind] = {
     "slope_dropout": Kind(lambda: Slope(nn.Dropout(0.4)), once=False, draws=True),
     "pipe_dropout": Kind(lambda: piped(nn.Dropout(0.4)), draws=True),
     "noisy_hook": Kind(lambda: TensorHook(_noisy), stores=True, draws=True),
-    "noisy_parameter_hook": Kind(_noisy_parameter_hook, draws=True),
+    "noisy_parameter_hook": Kind(_hooked("register_hook", _noisy, "weight"), draws=True),
     "fork_rng_hook": Kind(lambda: TensorHook(_forked), stores=True, draws=True),
     # from a tensor to a tree, and back
     "fork": Kind(Fork, once=False),
@@ -256,6 +269,7 @@ KINDS: dict[str, Kind] = {
     "meet": Kind(lambda: Do(lambda tree: tree["x"] - tree["again"] * 0.5)),
     "weighs": Kind(Weighs, passes=True),
     "weighed": Kind(lambda: Do(lambda tree: tree["x"] * tree["weight"])),
+    "part": Kind(lambda: Do(lambda tree: tree["x"] * 2)),
     # skips
     "send": Kind(Send, passes=True, once=False),
     "send_int": Kind(lambda: Send("int"), passes=True),
@@ -265,7 +279,8 @@ KINDS: dict[str, Kind] = {
 }
 #: Those that are functions only.
 _FUNCTIONS = {"expand", "transposed", "view", "slice", "mul_", "add_"}
-_ENDS = {"fork": "join", "twice": "meet", "weighs": "weighed"}
+_ENDS = {"fork": ("join", "part"), "twice": ("meet", "part"), "weighs": ("weighed", "part")}
+_ALL_ENDS = {*sum(_ENDS.values(), ())}
 
 
 def _isolated(kind: str, space: Namespace) -> nn.Module:
@@ -375,6 +390,7 @@ class Model:
 _TIED = (
     "linear", "conv", "layer_norm", "tied", "residual", "parameter_views", "embedding", "frozen",
     "checkpoint", "reentrant", "forward_hook", "backward_hook", "parameter_hook", "attention",
+    "buffer", "weight_norm", "seldom",
 )  # fmt: skip
 _OFTEN = ("tied", "parameter_views", "reentrant")
 
@@ -419,7 +435,7 @@ def drawn_model(chance: random.Random, *, most: int, kinds: Sequence[str] | None
 
     def fits(name: str) -> bool:
         kind = KINDS[name]
-        if name in _ENDS.values() and name != _ENDS.get(tree):
+        if name in _ALL_ENDS and name not in _ENDS.get(tree, ()):
             return False
         if (name.startswith("receive") and not waiting) or (name in _ENDS and tree):
             return False
@@ -430,7 +446,7 @@ def drawn_model(chance: random.Random, *, most: int, kinds: Sequence[str] | None
         kind = KINDS[name]
         layers.append(name)
         waiting += name.startswith("send") - name.startswith("receive")
-        tree = name if name in _ENDS else "" if name in _ENDS.values() else tree
+        tree = name if name in _ENDS else "" if name in _ALL_ENDS else tree
         if kind.inplace or not kind.passes:
             writable = not kind.stores
         if not kind.passes:
@@ -447,8 +463,9 @@ def drawn_model(chance: random.Random, *, most: int, kinds: Sequence[str] | None
         elif fits("linear"):
             add("linear")
     if tree and chance.random() < 0.7:
-        add(_ENDS[tree])
+        add(chance.choice(_ENDS[tree]))
     while waiting:
         add("receive")
     seed = chance.randrange(1000)
+    has_ties &= "own_forward" not in layers  # which knows the one module that it is of
     return Model(tuple(layers), seed, _drawn_ties(chance, layers, names) if has_ties else ())

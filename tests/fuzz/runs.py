@@ -19,14 +19,15 @@ import torch
 from torch import Tensor, nn
 
 from syncpipe import Pipe, inline
+from syncpipe.data import clones
 from syncpipe.schedules import build
 from syncpipe.schedules.schedule import Action, Schedule
-from tests.fuzz.cases import Call, Case
+from tests.fuzz.cases import WEIGHTS, Call, Case
 from tests.fuzz.models import leaves
 from tests.support.compare import assert_same
-from tests.support.models import CHANNELS, LENGTH, Result, concatenate, loss_of, seen, wanted_in
+from tests.support.models import CHANNELS, LENGTH, Result, concatenate, seen, wanted_in, weigh
 from tests.support.running import another_thread
-from tests.support.training import go_back, orders_of, own_leaves, weigh
+from tests.support.training import go_back, orders_of, own_leaves
 
 
 def batch(size: int, k: int, requires_grad: bool, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -48,9 +49,14 @@ def loss_function(kind: str, pipe: Pipe) -> Any:
         return lambda output, target: weigh(output, target) + inside(pipe)
     if kind == "noisy":
         return lambda output, target: weigh(output, target) * torch.rand(())
-    if kind != "weighted":
+    if kind not in WEIGHTS:
         return weigh
-    return lambda output, target: (weigh(output, target), len(target["scale"]) + 0.5)
+
+    def weighted(output: Any, target: Any) -> Any:
+        scale = target["scale"]
+        return weigh(output, target), WEIGHTS[kind](len(scale), scale)
+
+    return weighted
 
 
 @torch.no_grad()
@@ -120,7 +126,7 @@ def run_pipe(pipe: Pipe, case: Case, call: Call, k: int, place: Place) -> Result
     with autocast(call):
         if call.driver == "forward":
             output = pipe(given[0])
-            loss = loss_of(output)
+            loss = weigh(output) if wanted_in(output) else None
         elif call.driver in _WITHOUT_GRAD:
             with _WITHOUT_GRAD[call.driver]():
                 output = (pipe.eval_batch if call.driver == "outputs" else pipe)(given[0])
@@ -147,23 +153,6 @@ def run_pipe(pipe: Pipe, case: Case, call: Call, k: int, place: Place) -> Result
     return seen(pipe, xs, output, loss, leaves(pipe))
 
 
-class Aligned(torch.autograd.Function):
-    """A copy whose memory is aligned as the original's is, which can decide the last bit."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        memory = torch.empty(x.numel() * x.itemsize + 64, dtype=torch.uint8)
-        begin = (x.data_ptr() - memory.data_ptr()) % 64
-        there = x.new_empty(0).set_(
-            memory.untyped_storage(), begin // x.itemsize, x.shape, x.stride()
-        )
-        return there.copy_(x)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Tensor:
-        return grad
-
-
 def run_plain(
     case: Case,
     model: nn.Sequential,
@@ -178,7 +167,8 @@ def run_plain(
     if call.driver == "train":
         # Each micro-batch has a graph of its own, which begins at the same memory.
         whole = [piece.data.requires_grad_(case.input_grad) for piece in whole]
-    pieces = [Aligned.apply(p) if case.model.begins_in_place else p for p in whole]
+    # In memory that is aligned as that of the originals, which can decide the last bit.
+    pieces = [clones([p])[0] if case.model.begins_in_place else p for p in whole]
     trains = call.driver in ("forward", "train", "iterator")
     model.train(call.training and call.driver not in ("eval", "outputs"))
     outputs, losses = [], []
@@ -197,7 +187,7 @@ def run_plain(
             return found(joined(outputs))
     orders = [range(len(whole))[::-1]] * len(case.balance)
     if call.driver == "forward":
-        loss = loss_of(output)
+        loss = weigh(output) if wanted_in(output) else None
         if loss is not None:
             given = iter(torch.autograd.grad(loss, wanted_in(ends)))
             roots: Any = [(t, [next(given) for _ in t]) for t in map(wanted_in, outputs)]
@@ -226,7 +216,7 @@ def shared(call: Call, losses: list[Tensor], sizes: list[int]) -> list[Tensor]:
     """What each micro-batch contributes to the loss."""
     if call.loss == "sum":
         return losses
-    weights = [size + 0.5 if call.loss == "weighted" else size for size in sizes]
+    weights = [size + 0.5 if call.loss in WEIGHTS else size for size in sizes]
     return [loss * (weight / sum(weights)) for loss, weight in zip(losses, weights, strict=True)]
 
 
@@ -350,7 +340,7 @@ def to_rounding(case: Case, call: Call, schedule: Schedule | None) -> set[str]:
         rounded |= {"parameter_grads", "input_grads"}
     if schedule is None:
         return rounded
-    if call.loss == "weighted" or (len(set(call.sizes)) > 1 and call.loss == "mean"):
+    if call.loss in WEIGHTS or (len(set(call.sizes)) > 1 and call.loss == "mean"):
         rounded |= {"parameter_grads", "input_grads", "loss"}
     if schedule.splits:
         rounded |= {"parameter_grads"}

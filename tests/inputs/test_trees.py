@@ -20,8 +20,8 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from syncpipe import NoChunk, Pipe, inline
 from syncpipe.data import gather, leaf_names, scatter
-from tests.support.models import CHECKPOINT_MODES, assert_same_tree, cut, linear_model
-from tests.support.running import Do, pipe_of
+from tests.support.models import CHECKPOINT_MODES, linear_model
+from tests.support.running import pipe_of
 from tests.support.training import weigh
 
 DEVICES = ["cpu:0", "cpu:1", "cpu:2"]
@@ -231,26 +231,6 @@ def test_trees_go_in_cut_and_come_out_as_they_were(driver, checkpoint, make, res
         torch.testing.assert_close(float(parameter.grad), 64.0 * whole)
 
 
-@every_mode
-def test_a_no_chunk_tensor_goes_whole_to_every_micro_batch(checkpoint):
-    weight = torch.randn(4, 2, requires_grad=True)
-
-    def product(tree: Any) -> Tensor:
-        return tree["x"] @ tree["more"].a.t() + tree["more"].b[0]
-
-    pipe = Pipe(nn.Sequential(Do(product), nn.Tanh()), [1, 1], chunks=3, checkpoint=checkpoint)
-    seen = recorded(pipe[0])
-    bias = torch.tensor(0.5)
-    output = pipe({"x": X, "more": Batch(NoChunk(weight), [NoChunk(bias)])})
-    whole = Batch(weight, [bias])
-    loop = [product({"x": piece, "more": whole}).tanh() for piece in X.chunk(3)]
-    assert torch.equal(output, torch.cat(loop))
-    assert all(type(tree["more"].a) is Tensor and tree["more"].a.shape == (4, 2) for tree in seen)
-    output.sum().backward()
-    (expected,) = torch.autograd.grad(torch.cat(loop).sum(), weight)
-    assert torch.equal(weight.grad, expected)
-
-
 def test_a_lone_no_chunk_tensor_goes_through_where_nothing_has_to_be_cut() -> None:
     pipe = scales(chunks=1)
     seen = recorded(pipe[0])
@@ -266,23 +246,6 @@ def test_an_input_without_tensors_goes_through_where_nothing_has_to_be_cut(value
     assert Pipe(layers, [1, 1], chunks=2)(X)[0] is None
 
 
-@given(size=st.integers(1, 12), chunks=st.integers(1, 15), trailing=st.integers(0, 2))
-def test_tensors_are_cut_like_torch_chunk(size, chunks, trailing):
-    x = torch.randn(size, *[2] * trailing)
-    pipe = Pipe(nn.Sequential(nn.Identity(), nn.Identity()), [1, 1], chunks=chunks)
-    seen = recorded(pipe[0])
-    assert torch.equal(pipe({"x": x})["x"], x)
-    assert_same_tree(seen, cut({"x": x}, chunks), "micro-batches")
-
-
-@pytest.mark.parametrize(("checkpoint", "runs"), [("always", 6), ("except_last", 5), ("never", 3)])
-def test_a_batch_smaller_than_chunks_gives_fewer_micro_batches(checkpoint, runs):
-    pipe = scales(chunks=8, checkpoint=checkpoint)
-    seen = [recorded(layer) for layer in pipe]
-    pipe(torch.randn(3, 2)).sum().backward()  # the last that there is, is the last
-    assert [[len(x) for x in inputs] for inputs in seen] == [[1] * runs] * 3
-
-
 @every_mode
 def test_an_empty_batch_works_if_the_layers_can_take_it(checkpoint):
     pipe = Pipe(linear_model(3), [2, 1], chunks=4, checkpoint=checkpoint)
@@ -296,62 +259,68 @@ def test_an_empty_batch_works_if_the_layers_can_take_it(checkpoint):
 # --- what cannot be cut, or put together -----------------------------------------------------
 
 
-@pytest.mark.parametrize("value", [None, [X], 3, "text"])
-def test_no_chunk_around_anything_but_a_tensor_is_refused_with_its_type(value):
-    with pytest.raises(TypeError, match=f"NoChunk takes a tensor, not {type(value).__name__}"):
-        NoChunk(value)
+class Once(UserDict):
+    """A container of which there is one."""
+
+    def __copy__(self) -> Any:
+        raise RuntimeError("only one of me")
 
 
-NUMBER = torch.tensor(1.0)
+def two(last: Any = None, chunks: int = 3, **options: Any) -> Pipe:
+    return Pipe([nn.Identity(), last or nn.Identity()], [1, 1], chunks=chunks, **options)
+
+
+def trained(value: Any) -> Any:
+    return lambda: two().train_batch(value, torch.ones(4), loss_fn=lambda y, target: target.sum())
+
+
+NUMBER, WHOLE = torch.tensor(1.0), NoChunk(torch.ones(4))
+#: What the last layer makes of numbers.
+OUTPUTS = [
+    (lambda n: n.sum(), r"output .*without dimensions.*3 of them.*reduction='none'"),
+    (lambda n: {"loss": n.sum(), "x": n}, r"output\['loss'\].*without dimensions"),
+    (lambda n: (n, n.new_zeros(2, int(n[0]))), r"output\[1\] cannot.*2, 0\].*2, 2\].*2, 4\]"),
+    (lambda n: (n,) if n[0] == 0 else [n], r"differ in structure.*micro-batch 1"),
+    (lambda n: (n, int(n[0])), r"output\[1\].*0 in micro-batch 0, 2 in micro-batch 1"),
+    (lambda n: (n, n if n[0] else None), r"output\[1\] is a tensor in some .* NoneType in oth"),
+]
 
 
 @pytest.mark.parametrize(
-    ("input", "parts"),
+    ("call", "error", "message"),
     [
-        ((torch.zeros(8, 2), {"n": torch.arange(3)}),
-         ["chunks=4", "input[0]: float32[8, 2] gives 4 micro-batches of 2, 2, 2, 2",
-          "input[1]['n']: int64[3] gives 3 micro-batches", "NoChunk"]),
-        ((torch.zeros(60), torch.arange(3)), ["of 15, 15, 15, 15"]),
-        (Sub(X, [NUMBER]), ["input.b[0]: float32[] has no dimension", "NoChunk"]),
-        (NUMBER, ["input: float32[] has no dimension"]),
+        *[(partial(NoChunk, value), TypeError, f"takes a tensor, not {type(value).__name__}")
+          for value in (None, [X], 3, "text")],
+        *[(lambda no=no: two()(*no), TypeError, None) for no in ((), (X, X))],
+        *[(lambda value=value: two()(value), ValueError, rf"(?s)cannot be cut.*{shown}")
+          for value, shown in (
+            ((torch.zeros(9, 2), {"n": torch.arange(2)}),
+             r"chunks=3.*input\[0\]: float32\[9, 2\] gives 3 micro-batches of 3, 3, 3.*"
+             r"input\[1\]\['n'\]: int64\[2\] gives 2 micro-batches.*NoChunk"),
+            (Sub(X, [NUMBER]), r"input\.b\[0\]: float32\[\] has no dimension.*NoChunk"),
+            (NUMBER, r"input: float32\[\] has no dimension"),
+            (Batch(torch.ones(4), torch.ones(3)), r"input\.b: float32\[3\] gives 3 micro-batches"),
+        )],
+        *[(lambda value=value: two()(value), TypeError, "holds no tensor to cut.*chunks=1")
+          for value in (None, 5, (), {"a": "text"}, WHOLE)],
+        *[(trained(value), TypeError, "holds no tensor to cut.*chunks=1") for value in (5, WHOLE)],
+        *[(lambda wrap=wrap: two(devices=["cpu:1", "cpu:0"])(wrap(torch.empty(6, device="meta"))),
+           ValueError, r"(?s)input is on meta.*first partition.*on cpu:1.*\.to\(")
+          for wrap in (lambda t: t, lambda t: (X, t), lambda t: (X, NoChunk(t)))],
+        *[(lambda last=last: two(last)(N), ValueError, message) for last, message in OUTPUTS],
+        (lambda: gather([UserDict({"a": torch.ones(2)}), Default(None, a=torch.ones(2))]),
+         ValueError, r"differ in structure: .* UserDict.* Default"),
+        (lambda: two()(Once({"x": X})), TypeError, "Once cannot be made anew"),
     ],
 )  # fmt: skip
-def test_tensors_that_cannot_be_cut_are_refused_with_their_path(input, parts):
-    pipe = scales(chunks=4)
-    with pytest.raises(ValueError, match="cannot be cut") as caught:
-        pipe(input)
-    assert all(part in str(caught.value) for part in parts)
-    assert torch.equal(pipe(X), X * 2.0**3)  # and it works
+def test_what_cannot_be_cut_or_put_together_is_refused(call, error, message):
+    with pytest.raises(error, match=message):
+        call()
 
 
-def test_there_is_exactly_one_argument() -> None:
-    for arguments in ((), (X, X)):
-        with pytest.raises(TypeError):
-            scales()(*arguments)
-
-
-@pytest.mark.parametrize("wrap", [lambda t: t, lambda t: (X, t), lambda t: (X, NoChunk(t))])
-def test_input_on_another_device_is_refused_with_both_devices(wrap):
-    with pytest.raises(ValueError, match=r"input is on meta.*first partition.*on cpu:1") as caught:
-        scales(devices=["cpu:1", "cpu:0", "cpu:0"])(wrap(torch.empty(6, device="meta")))
-    assert ".to(" in str(caught.value)
-
-
-@pytest.mark.parametrize(
-    ("last", "message"),
-    [
-        (lambda n: n.sum(), r"output .*without dimensions.*3 of them.*reduction='none'"),
-        (lambda n: {"loss": n.sum(), "x": n}, r"output\['loss'\].*without dimensions"),
-        (lambda n: (n, n.new_zeros(2, int(n[0]))), r"output\[1\] cannot.*2, 0\].*2, 2\].*2, 4\]"),
-        (lambda n: (n,) if n[0] == 0 else [n], r"differ in structure.*micro-batch 1"),
-        (lambda n: (n, int(n[0])), r"output\[1\].*0 in micro-batch 0, 2 in micro-batch 1"),
-        (lambda n: (n, n if n[0] else None), r"output\[1\] is a tensor in some .* NoneType in oth"),
-    ],
-)
-def test_outputs_that_cannot_be_put_together_are_refused_with_what_to_do(last, message):
-    with pytest.raises(ValueError, match=message):
-        Pipe([nn.Identity(), last], [1, 1], chunks=3)(N)
-    Pipe([nn.Identity(), last], [1, 1], chunks=1)(N)  # one micro-batch may return anything
+def test_one_micro_batch_may_return_anything():
+    for last, _ in OUTPUTS:
+        two(last, chunks=1)(N)
 
 
 # --- containers ----------------------------------------------------------------------------------
@@ -380,36 +349,10 @@ def test_the_callers_container_is_left_alone():
             assert set(given) == {"x"}
 
 
-def test_gather_tells_types_apart():
-    with pytest.raises(ValueError, match=r"differ in structure: .* UserDict.* Default"):
-        gather([UserDict({"a": torch.ones(2)}), Default(None, a=torch.ones(2))])
-
-
 def test_entries_have_names():
     tree = {"in": UserDict({"k": [1, Batch(2, 3)]})}
     names = ["x['in']['k'][0]", "x['in']['k'][1].a", "x['in']['k'][1].b", "x['in']['k'][1].label"]
     assert leaf_names("x", tree) == names
-    with pytest.raises(ValueError, match=r"input\.b: float32\[3\] gives 3 micro-batches"):
-        scatter(Batch(torch.ones(4), torch.ones(3)), 4)
-
-
-@pytest.mark.parametrize("value", [None, 5, (), {"a": "text"}, NoChunk(torch.ones(4))])
-def test_an_input_that_cannot_be_cut_is_refused(value):
-    pipe = Pipe(nn.Sequential(nn.Identity(), nn.Identity()), [1, 1], devices=DEVICES[:2], chunks=2)
-    with pytest.raises(TypeError, match=r"holds no tensor to cut.*chunks=1"):
-        pipe(value)
-    if value is not None:
-        with pytest.raises(TypeError, match=r"holds no tensor to cut.*chunks=1"):
-            pipe.train_batch(value, torch.ones(4), loss_fn=lambda y, target: target.sum())
-
-
-def test_a_container_that_cannot_be_made_anew_is_refused():
-    class Once(UserDict):
-        def __copy__(self) -> Any:
-            raise RuntimeError("only one of me")
-
-    with pytest.raises(TypeError, match="Once cannot be made anew"):
-        scatter(Once({"x": torch.ones(4)}), 2)
 
 
 # --- tensors in objects that no tree opens -------------------------------------------------------

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from syncpipe import Pipe
-from tests.support.models import assert_same_tree
+from tests.support.compare import assert_same as assert_same_tree
 from tests.support.skips import Receive, SendConv
 from tests.support.skips import make as make_skippable
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import threading
 from contextlib import nullcontext
 
@@ -11,20 +10,18 @@ import torch
 from torch import nn
 
 from syncpipe import inline
+from tests.support.models import in_turn
 from tests.support.running import (
     MODES,
     Do,
     assert_same,
     beside,
     in_threads,
-    on_gradient,
-    one_by_one,
     pipe_of,
-    trained,
     weigh,
 )
 
-pytestmark = pytest.mark.parametrize("mode", MODES)
+pytestmark = pytest.mark.parametrize("mode", [*MODES, [0, 1]], ids=str)
 
 
 def model():
@@ -196,15 +193,6 @@ def test_a_subclass_of_tensor(mode, devices, x):
 # --- layers out of the ordinary --------------------------------------------------------------
 
 
-class Fork(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.a, self.b = nn.Linear(8, 3), nn.Linear(8, 3)
-
-    def forward(self, x):
-        return self.a(x), self.b(x).tanh()
-
-
 class Again(nn.Module):
     """Uses a weight that it does not register behind its layer."""
 
@@ -216,35 +204,11 @@ class Again(nn.Module):
         return self.layer(x) @ self.hidden[0]
 
 
-def behind_linear(*layers):
-    return nn.Sequential(nn.Linear(6, 8), *layers)
-
-
-LAYERS = {
-    "first output": ([1, 2, 1], lambda: behind_linear(nn.Tanh(), Fork(), Do(lambda y: y[0]))),
-    "other output": ([1, 2, 1], lambda: behind_linear(nn.Tanh(), Fork(), Do(lambda y: y[1]))),
-    "cut": ([1, 1, 1], lambda: behind_linear(Do(torch.Tensor.detach), nn.Linear(8, 3))),
-}
-
-
-@pytest.mark.parametrize("layers", LAYERS)
-def test_layers_of_many_kinds(mode, layers, x):
-    balance, make = LAYERS[layers]
-    pipe, reference, copied = beside(mode, make(), balance)
-    if layers != "cut":
-        assert_same(trained(pipe, pipe, x), trained(reference, copied, x))
-        pipe.zero_grad()
-        copied.zero_grad()
-    weigh(pipe(x)).backward()  # an input that needs no gradient: the first stage may store nothing
-    weigh(reference(x)).backward()
-    assert_same(grads(pipe), grads(copied))
-
-
 def test_a_tied_weight_used_once_more_behind_its_layer(mode, x):
     first, second = nn.Linear(8, 8), nn.Linear(8, 8)
     second.weight = first.weight
-    layers = behind_linear(first, nn.Tanh(), Again(second, first.weight), nn.Linear(8, 3))
-    pipe, reference, copied = beside(mode, layers, [3, 2])
+    layers = [nn.Linear(6, 8), first, nn.Tanh(), Again(second, first.weight), nn.Linear(8, 3)]
+    pipe, reference, copied = beside(mode, nn.Sequential(*layers), [3, 2])
     weigh(pipe(x)).backward()
     weigh(reference(x)).backward()
     assert_same(grads(pipe), grads(copied), rounded=True)
@@ -297,43 +261,6 @@ def test_changes_between_forward_and_backward_are_errors(mode, what, x):
         loss.backward()
 
 
-class Plus(nn.Module):
-    """The gradient of ``x`` is that of ``p``, in the same memory."""
-
-    def __init__(self, *, view: bool) -> None:
-        super().__init__()
-        self.p = nn.Parameter(torch.randn(16 if view else (2, 8)))
-
-    def forward(self, x):
-        return x + (self.p.view(2, 8) if self.p.dim() == 1 else self.p)
-
-
-@pytest.mark.parametrize("view", [False, True])
-def test_a_gradient_that_another_stage_still_reads(mode, view, x):
-    """The first stage begins its backward when the second is at its third micro-batch."""
-    begun, third = [], threading.Event()
-
-    def tell(grad):
-        begun.append(0)
-        if len(begun) == 3:
-            third.set()
-        return grad.clone()
-
-    def late(grad):
-        third.wait(10)
-        return grad.clone()
-
-    layers = [
-        nn.Linear(6, 8), Do(lambda x: on_gradient(x, late)),
-        Plus(view=view), Do(lambda x: on_gradient(x, tell)), nn.Linear(8, 3),
-    ]  # fmt: skip
-    plain_layers = nn.Sequential(*(copy.deepcopy(layers[k]) for k in (0, 2, 4)))
-    pipe = pipe_of(nn.Sequential(*layers), [2, 3], checkpoint=mode)
-    assert_same(
-        trained(pipe, pipe, x), trained(lambda x: one_by_one(plain_layers, x), plain_layers, x)
-    )
-
-
 class Rows(nn.Module):
     """Adds rows of a table, with a dense gradient or a sparse one, as ``sparse(x)`` tells."""
 
@@ -358,7 +285,7 @@ def test_sparse_and_dense_gradients_of_one_parameter(mode, first, x):
         Rows(lambda: leaf, lambda x: first), Rows(lambda: leaf, lambda x: not first),
     ]  # fmt: skip
     found = []
-    for run in (pipe_of(nn.Sequential(*layers)), lambda x: one_by_one(nn.Sequential(*layers), x)):
+    for run in (pipe_of(nn.Sequential(*layers)), in_turn(nn.Sequential(*layers), 4)):
         weight.grad = leaf.grad = None
         weigh(run(x)).backward()
         found.append([weight.grad.to_dense(), leaf.grad.to_dense()])

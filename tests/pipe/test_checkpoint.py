@@ -13,8 +13,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
 from syncpipe import Pipe, Selective, is_checkpointing, is_recomputing
-from tests.support.running import assert_same
-from tests.support.training import FOUR
+from tests.support.training import FOUR, KINDS, RUNS
 from tests.support.watched import Memory, alive, gone
 
 ops = torch.ops.aten
@@ -44,9 +43,8 @@ class Other(Counted):
 
 def pipe_of(checkpoint: Any, balance: tuple[int, ...] = (4, 2), **options: Any) -> Pipe:
     layers = nn.Sequential(*[(Other if k % 2 else Counted)() for k in range(6)])
-    options.setdefault("chunks", 2)
-    devices = FOUR[: len(balance)]
-    return Pipe(layers, balance, devices=devices, checkpoint=checkpoint, **options)
+    options = {"chunks": 2, "devices": FOUR[: len(balance)], **options}
+    return Pipe(layers, balance, checkpoint=checkpoint, **options)
 
 
 def again(pipe: Pipe) -> list[int]:
@@ -92,6 +90,19 @@ def test_the_layers_that_are_named_are_recomputed_and_no_others(way, run):
     for k, layer in enumerate(pipe):
         assert [told for told in layer.told if not told[1]] == [(k in named, False)] * 2
         assert layer.again == (2 if k in named else 0)
+
+
+@pytest.mark.parametrize("run", ["pipe(x)", "eval", *KINDS])
+def test_each_stage_recomputes_as_its_own_mode_says(run):
+    options, devices = RUNS.get(run, ({}, FOUR))
+    pipe = pipe_of("never", (1, 1, 1, 3), devices=devices, chunks=4)
+    pipe.checkpoint = ["except_last", "never", "always", "never"]
+    assert pipe.checkpoint == ("except_last", "never", "always", "never")
+    if run in KINDS:
+        pipe.train_batch(torch.randn(8, 3), loss_fn=torch.mean, **options)
+    else:
+        forward(pipe.train(run != "eval"), torch.randn(8, 3))
+    assert again(pipe) == ([0] * 6 if run == "eval" else [3, 0, 4, 0, 0, 0])
 
 
 @every_driver
@@ -169,66 +180,7 @@ def test_what_a_policy_saves_is_kept_and_comes_back_and_nothing_else(run):
     assert gone(layer.products)
 
 
-# --- the same result -------------------------------------------------------------------------
-
-
-class Draws(nn.Module):
-    """Draws twice: a policy may save one of the two."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x * torch.rand_like(x) + torch.bernoulli(torch.full_like(x, 0.5)).sin() * x.tanh()
-
-
-@every_driver
-@pytest.mark.parametrize("saved", [ops.rand_like.default, ops.bernoulli.default, ops.tanh.default])
-def test_what_is_computed_again_draws_what_it_drew_also_behind_what_is_saved(saved, run):
-    results = []
-    for checkpoint in ("never", "always", Selective([saved])):
-        torch.manual_seed(0)
-        layers = nn.Sequential(nn.Linear(3, 3), Draws(), Draws(), nn.Linear(3, 3), Draws())
-        pipe = Pipe(layers, [3, 2], devices=FOUR[:2], chunks=3, checkpoint=checkpoint)
-        for _ in range(2):
-            torch.manual_seed(1)
-            x = torch.randn(6, 3, requires_grad=True)
-            run(pipe, x)
-        results.append([x.grad, *(p.grad for p in pipe.parameters()), torch.rand(3)])
-    assert_same(results[1], results[0])
-    assert_same(results[2], results[0])
-
-
 # --- what users do with it -------------------------------------------------------------------
-
-
-def test_an_exception_while_recomputing_names_the_layer_and_the_pipe_goes_on():
-    class Fails(nn.Module):
-        fail = True
-
-        def forward(self, x: Tensor) -> Tensor:
-            if self.fail and is_recomputing():
-                raise ValueError("bad")
-            return x.exp()
-
-    fails = Fails()
-    pipe = Pipe(nn.Sequential(nn.Linear(3, 3), fails), [2], devices=["cpu:0"], checkpoint=[1])
-    for run in (forward, train):
-        with pytest.raises(ValueError, match="bad") as caught:
-            run(pipe)
-        assert "in layer 1 ('1': Fails)" in "\n".join(caught.value.__notes__)
-    fails.fail = False
-    forward(pipe)
-    train(pipe)
-
-
-def test_a_policy_is_asked_on_the_workers_and_its_exception_is_the_callers():
-    def policy(context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-        raise ValueError("mine")
-
-    pipe = pipe_of(Selective(policy))
-    for _ in range(2):
-        with pytest.raises(ValueError, match="mine"):
-            pipe(torch.randn(4, 3))
-    pipe.checkpoint = "never"
-    forward(pipe)
 
 
 def test_it_can_be_set_and_the_balance_cuts_what_is_named():
@@ -255,26 +207,6 @@ def test_copies_and_pickles_keep_it(checkpoint):
         assert again(copied) == (
             [2] * 6 if isinstance(checkpoint, Selective) else [0, 2, 2, 2, 0, 0]
         )
-
-
-def test_a_policy_under_autocast_whose_casts_of_weights_are_cached():
-    pipe = pipe_of(Selective(PRODUCTS), chunks=4)
-    with torch.autocast("cpu", torch.bfloat16):
-        pipe.train_batch(torch.randn(4, 3), loss_fn=lambda y: y.float().mean())
-        loss = pipe(torch.randn(4, 3)).float().sum()
-    loss.backward()
-    assert all(layer.linear.weight.grad is not None for layer in pipe)
-
-
-def test_two_backwards_through_one_graph_recompute_twice():
-    pipe = pipe_of([1])
-    loss = pipe(torch.randn(4, 3)).sum()
-    loss.backward(retain_graph=True)
-    grads = [p.grad.clone() for p in pipe.parameters()]
-    pipe.zero_grad()
-    loss.backward()
-    assert_same([p.grad for p in pipe.parameters()], grads)
-    assert pipe[1].again == 4
 
 
 def test_a_policy_is_printed_and_refused():

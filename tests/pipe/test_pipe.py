@@ -13,8 +13,9 @@ import pytest
 import torch
 from torch import nn
 
-from syncpipe import LayerSpec, Pipe, TiedLayerSpec, is_recomputing
+from syncpipe import LayerSpec, Pipe, TiedLayerSpec, Worker
 from syncpipe.schedules import Schedule, gpipe, one_f_one_b
+from tests.support import accelerator as acc
 from tests.support.models import (
     CHECKPOINT_MODES,
     assert_equals_plain,
@@ -23,7 +24,7 @@ from tests.support.models import (
     named_model,
     step,
 )
-from tests.support.training import FOUR, KINDS, RUNS
+from tests.support.training import FOUR
 
 
 def made(*args: Any, **arguments: Any) -> Pipe:
@@ -73,7 +74,7 @@ def test_print_shows_stages_devices_and_layers():
     places = [shown.index(text) for text in ("stage 0", "cpu:0", "stem", "stage 1", "cpu:1", "fc")]
     assert places == sorted(places)
     assert "schedule" not in shown
-    shown = repr(counted(slots=[4, 3, 2, 1], **NEVER)).splitlines()[0]
+    shown = repr(four_stages(slots=[4, 3, 2, 1], **NEVER)).splitlines()[0]
     assert shown.endswith("checkpoint='never', schedule=partial(one_f_one_b, slots=(4, 3, 2, 1))")
 
 
@@ -84,33 +85,6 @@ def test_an_empty_pipe_is_the_identity():
     assert pipe(tree) == tree
     pipe(x).sum().backward()
     assert torch.equal(x.grad, torch.ones(2, 3))
-
-
-# --- setters ---------------------------------------------------------------------------------
-
-
-def test_setting_balance_and_devices_computes_the_same():
-    pipe, x = made([2, 2], chunks=2), torch.randn(4, 3)
-    before = pipe(x)
-    pipe.balance = [1, 1, 2]
-    assert pipe.balance == [len(partition) for partition in pipe.partitions] == [1, 1, 2]
-    assert len(pipe.devices) == 3
-    assert torch.equal(pipe(x), before)
-    pipe.devices = ["cpu:3", "cpu:3", "cpu:4", "cpu:5"]
-    assert pipe.devices == [torch.device("cpu:3")] * 2 + [torch.device("cpu:4")]
-    assert torch.equal(pipe(x), before)
-
-
-def test_setting_chunks_and_checkpoint_takes_effect_on_the_next_call():
-    pipe, sizes = made([4]), []
-    pipe[0].register_forward_hook(lambda _m, args, _out: sizes.append(len(args[0])))
-    x = torch.randn(4, 3)
-    pipe.chunks, pipe.checkpoint = 2, "never"
-    pipe(x).sum().backward()
-    assert sizes == [2, 2]
-    pipe.checkpoint = "always"
-    pipe(x).sum().backward()
-    assert sizes[2:] == [2, 2, 2, 2]
 
 
 # --- refusals --------------------------------------------------------------------------------
@@ -218,16 +192,6 @@ def test_what_does_not_fit_is_refused_with_its_value(arguments, error, shown):
 # --- a module --------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("balance", [[4], [1, 3], [2, 1, 1]])
-def test_the_state_dict_is_that_of_the_wrapped_module_whatever_the_balance(balance):
-    model = named_model()
-    pipe, other = Pipe(model, balance), Pipe(named_model(), [2, 2])
-    assert list(pipe.state_dict()) == list(model.state_dict())
-    other.load_state_dict(pipe.state_dict())
-    for mine, theirs in zip(other.state_dict().values(), model.state_dict().values(), strict=True):
-        assert torch.equal(mine, theirs)
-
-
 def test_layers_named_like_attributes_of_a_pipe_keep_their_names():
     names = ["balance", "devices", "chunks", "partitions", "forward"]
     model = nn.Sequential()
@@ -248,14 +212,18 @@ COPIES = [copy.deepcopy, lambda pipe: pickle.loads(pickle.dumps(pipe)), _saved]
 
 @pytest.mark.parametrize("way", COPIES)
 @pytest.mark.parametrize("used", [False, True])
-def test_a_copy_is_independent_and_computes_the_same(way, used):
-    pipe = Pipe(named_model(), [2, 2], chunks=2, checkpoint="always", devices=["cpu:1", "cpu:0"])
-    x = torch.randn(4, 3, requires_grad=True)
+@pytest.mark.parametrize("kind", ["cpu", pytest.param("accelerators", marks=pytest.mark.gpu)])
+def test_a_copy_is_independent_and_computes_the_same(way, used, kind):
+    devices: list[Any] = ["cpu:1", "cpu:0"]
+    if kind == "accelerators":
+        devices = [acc.device(1), Worker(acc.device(0))]
+    pipe = Pipe(named_model(), [2, 2], chunks=2, checkpoint="always", devices=devices)
+    x = torch.randn(4, 3, device=pipe.devices[0], requires_grad=True)
     if used:
         pipe.train_batch(x, loss_fn=torch.mean)  # has threads now
         pipe.zero_grad()
     twin = way(pipe)
-    assert repr(twin) == repr(pipe)
+    assert (repr(twin), twin.devices) == (repr(pipe), pipe.devices)
     assert_same(step(twin, twin, x), step(pipe, pipe, x))
     assert_same(*[each.train_batch(x, loss_fn=torch.mean) for each in (twin, pipe)])
     with torch.no_grad():
@@ -353,34 +321,8 @@ def test_an_edit_that_is_refused_changes_nothing(edit, kind, message):
 # --- a mode for each stage -------------------------------------------------------------------
 
 
-class Counted(nn.Module):
-    """Counts its recomputations."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(3))
-        self.again = 0
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        self.again += is_recomputing()
-        return x * self.weight
-
-
-def counted(**options: Any) -> Pipe:
-    return Pipe(nn.Sequential(*[Counted() for _ in range(4)]), [1] * 4, chunks=4, **options)
-
-
-@pytest.mark.parametrize("run", ["pipe(x)", "eval", *KINDS])
-def test_each_stage_recomputes_as_its_own_mode_says(run):
-    options, devices = RUNS.get(run, ({}, FOUR))
-    pipe = counted(devices=devices)
-    pipe.checkpoint = ["except_last", "never", "always", "never"]
-    assert pipe.checkpoint == ("except_last", "never", "always", "never")
-    if run in KINDS:
-        pipe.train_batch(torch.randn(8, 3), loss_fn=torch.mean, **options)
-    else:
-        pipe.train(run != "eval")(torch.randn(8, 3)).sum().backward()
-    assert [layer.again for layer in pipe] == ([0] * 4 if run == "eval" else [3, 0, 4, 0])
+def four_stages(**options: Any) -> Pipe:
+    return made([1] * 4, chunks=4, **options)
 
 
 def test_modes_and_slots_do_not_go_with_another_number_of_stages():
@@ -388,7 +330,7 @@ def test_modes_and_slots_do_not_go_with_another_number_of_stages():
         ({"checkpoint": ["never"] * 4}, r"has 4 modes.*2 stages"),
         ({"slots": [4, 3, 2, 1], "checkpoint": "never"}, r"slots=\(4, 3, 2, 1\).*each of 2 stages"),
     ):
-        pipe = counted(devices=FOUR, **options)
+        pipe = four_stages(devices=FOUR, **options)
         with pytest.raises(ValueError, match=message):
             pipe.balance = [2, 2]
         assert pipe.balance == [1] * 4
@@ -425,14 +367,14 @@ NEVER = {"devices": FOUR, "checkpoint": "never"}
     ],
 )
 def test_train_batch_uses_the_schedule_of_the_call_or_else_of_the_pipe(own, asked):
-    pipe, expected = counted(**own, **NEVER), rows_of(counted(**NEVER), **asked)
-    assert rows_of(pipe) == expected != rows_of(counted(**NEVER), schedule="naive")
-    assert rows_of(counted(schedule="naive", **NEVER), **asked) == expected
+    pipe, expected = four_stages(**own, **NEVER), rows_of(four_stages(**NEVER), **asked)
+    assert rows_of(pipe) == expected != rows_of(four_stages(**NEVER), schedule="naive")
+    assert rows_of(four_stages(schedule="naive", **NEVER), **asked) == expected
     for way in COPIES[:2]:
         assert rows_of(way(pipe)) == expected
     pipe.schedule = "naive"  # and forgets slots
     assert pipe.schedule == "naive"
-    assert rows_of(pipe) == rows_of(counted(**NEVER), schedule="naive")
+    assert rows_of(pipe) == rows_of(four_stages(**NEVER), schedule="naive")
     with pytest.raises(ValueError, match=r"slots=\[2, 1\].* 4 stages"):
         pipe.schedule = partial(one_f_one_b, slots=[2, 1])
     assert pipe.schedule == "naive"
@@ -442,7 +384,7 @@ def test_a_function_that_fails_loses_nothing():
     def mine(m: int, device_of: tuple[int, ...]) -> Schedule:
         raise ZeroDivisionError("its own")
 
-    pipe, inputs = counted(**NEVER), iter([(torch.randn(2, 3), None)] * 4)
+    pipe, inputs = four_stages(**NEVER), iter([(torch.randn(2, 3), None)] * 4)
     pipe.train_batch(torch.randn(8, 3), loss_fn=torch.mean)
     before = [p.grad.clone() for p in pipe.parameters()]
     with pytest.raises(ZeroDivisionError, match="its own") as caught:

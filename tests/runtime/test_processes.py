@@ -20,7 +20,8 @@ from torch import nn
 import syncpipe.pipe
 from syncpipe.runtime.worker import FREE_THREADED
 from tests.conftest import our_threads
-from tests.support.running import Do, assert_same, in_threads, pipe_of, plain, trained, weigh
+from tests.support.models import in_turn
+from tests.support.running import Do, assert_same, in_threads, pipe_of, trained, weigh
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*multi-threaded.*:DeprecationWarning")
 forks = pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork here")
@@ -84,7 +85,7 @@ def test_deleting_a_pipe_ends_its_threads_at_once():
         assert our_threads() == []
     finally:
         gc.enable()
-    weigh(plain(reference, x)).backward()
+    weigh(in_turn(reference, 4)(x)).backward()
     assert_same([p.grad for p in layers.parameters()], [p.grad for p in reference.parameters()])
 
 
@@ -127,7 +128,7 @@ def test_a_pipe_works_in_a_forked_child_and_goes_on_in_the_parent():
     x = torch.randn(8, 4)
     state = copy.deepcopy(pipe.state_dict())
     torch.manual_seed(3)
-    expected = [t.clone() for t in trained(pipe, pipe, x)]
+    expected = trained(pipe, pipe, x)
     pipe.load_state_dict(state)
 
     def check():

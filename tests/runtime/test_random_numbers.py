@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib
 import threading
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from functools import partial
 
 import pytest
@@ -13,12 +12,12 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from syncpipe import is_recomputing
+from syncpipe import Pipe, is_recomputing
 from syncpipe.runtime.random_numbers import _cell_seed
 from syncpipe.state import sandboxed
+from tests.fuzz.layers import Dawdle
 from tests.support.running import (
     MODES,
-    Dawdle,
     Do,
     Noise,
     Using,
@@ -40,19 +39,29 @@ def test_seeds_of_a_long_stream_do_not_repeat():
     assert len(seeds) == 40 * len(set(micro_batches))
 
 
-def test_the_callers_generator_moves_by_one_draw_a_call_whatever_the_layers_do():
-    seeds = Do(lambda x: torch.manual_seed(0) and None)
-    states, outputs = [], []
-    draws = nn.Sequential(nn.Dropout(), nn.RReLU())
-    for layers in (nn.Sequential(nn.Tanh()), draws, nn.Sequential(seeds, Noise())):
-        torch.manual_seed(5)
-        y = pipe_of(layers, checkpoint="always")(X.clone().requires_grad_())
-        y.sum().backward()
-        states.append(torch.get_rng_state())
-        outputs.append([y.detach(), pipe_of(layers)(X).detach()])
-    assert_same(states, states[:1] * 3)
-    assert torch.equal(*outputs[0])
-    assert not any(torch.equal(*pair) for pair in outputs[1:])  # other seeds, other numbers
+def test_calls_layers_and_micro_batches_draw_different_numbers():
+    pipe = Pipe(nn.Sequential(nn.Dropout(0.5), nn.Identity()), [1, 1], chunks=2)
+    x = torch.ones(64, 3)
+    assert not torch.equal(pipe(x), pipe(x))
+    assert not torch.equal(*pipe(x).chunk(2))
+    twice = Pipe(nn.Sequential(nn.Dropout(0.5), nn.Dropout(0.5)), [1, 1])
+    kept = twice(x) != 0
+    assert 0 < kept.float().mean() < 0.45, "both layers drew the same mask"
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
+def test_train_batch_draws_what_the_forward_draws_whatever_its_loss_draws(schedule):
+    layers, x = nn.Sequential(nn.Linear(6, 6), nn.Dropout(), nn.RReLU()), torch.randn(8, 6)
+    torch.manual_seed(1)
+    expected, after = pipe_of(layers)(x), torch.get_rng_state()
+    torch.manual_seed(1)
+    _, output = pipe_of(layers).train_batch(
+        x, loss_fn=lambda y: y.mean() * torch.rand(()), schedule=schedule, return_outputs=True
+    )
+    assert torch.equal(output, expected)
+    assert torch.equal(torch.get_rng_state(), after)
+    torch.manual_seed(1)
+    assert not torch.equal(torch.get_rng_state(), after), "the generator was rewound"
 
 
 class Remember(nn.Module):
@@ -163,24 +172,7 @@ def test_what_begins_to_draw_in_backward_in_a_later_call_is_learned_there(schedu
 # --- a thread of the user's that draws, and layers that run at once
 
 
-@contextmanager
-def drawing():
-    """A thread that draws from the generator of the process all the time."""
-    stop, began = threading.Event(), threading.Event()
-
-    def draw():
-        while not stop.is_set():
-            torch.rand(())
-            began.set()
-
-    thread = threading.Thread(target=draw)
-    thread.start()
-    began.wait()
-    try:
-        yield
-    finally:
-        stop.set()
-        thread.join()
+drawing = partial(another_thread, lambda: torch.rand(()))
 
 
 @pytest.mark.parametrize("mode", MODES)

@@ -2,24 +2,31 @@
 
 from __future__ import annotations
 
+import copy
 import gc
+import os
 import weakref
 
 import pytest
 import torch
 from torch import nn
+from torch.func import functional_call
+from torch.nn.utils import spectral_norm as old_spectral_norm
+from torch.nn.utils.parametrizations import spectral_norm
 
 from syncpipe import Pipe, inline, is_checkpointing, is_recomputing
+from tests.support.models import in_turn
 from tests.support.running import (
     MODES,
     Do,
+    assert_same,
+    in_threads,
     on_gradient,
-    one_by_one,
     pipe_of,
     trained,
     weigh,
 )
-from tests.support.watched import Memory, alive, gone
+from tests.support.watched import Memory, Watched, alive, gone
 
 RECOMPUTED = {"never": [], "except_last": [0, 1, 2], "always": [0, 1, 2, 3]}
 
@@ -100,35 +107,13 @@ def test_without_a_backward_nothing_is_recomputed():
     assert which("recompute 1") == [3, 2, 1, 0]
 
 
-def test_a_layer_is_recomputed_once_however_often_autograd_asks():
-    runs = []
-    layer = Do(lambda x: runs.append(len(x)) or x.sin() * x.cos())
-    pipe = pipe_of(nn.Sequential(nn.Linear(6, 6), layer), checkpoint="always")
-    with torch.autograd.graph.disable_saved_tensors_hooks("not here"):
-        weigh(pipe(torch.randn(12, 6))).backward()
-    assert len(runs) == 2 * 4
-
-
 # Memory
-
-
-class Watch(nn.Module):
-    """Makes an activation that autograd stores (for the sine), and remembers it weakly."""
-
-    def __init__(self):
-        super().__init__()
-        self.made = []
-
-    def forward(self, x):
-        y = x * 2
-        self.made.append(Memory(y))
-        return y.sin()
 
 
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("end", ["backward", "backwards", "dropped"])
 def test_activations_of_rematerialized_cells_are_dropped_until_backward(end, mode):
-    pipe = pipe_of(nn.Sequential(Watch(), Watch()), checkpoint=mode)
+    pipe = pipe_of(nn.Sequential(Watched(), Watched()), checkpoint=mode)
     x = torch.randn(8, 3, requires_grad=True)
     references = [Memory(x)]
     y = pipe(x)
@@ -147,7 +132,7 @@ def test_activations_of_rematerialized_cells_are_dropped_until_backward(end, mod
 
 def test_recomputed_activations_are_freed_as_backward_goes_on():
     most = []
-    watch = Watch()
+    watch = Watched()
     count = Do(lambda x: x.register_hook(lambda _: most.append(alive(watch.made))) and None)
     pipe = pipe_of(nn.Sequential(count, watch, nn.Tanh()), [2, 1], chunks=8, checkpoint="always")
     pipe(torch.randn(16, 3, requires_grad=True)).sum().backward()
@@ -196,7 +181,7 @@ def test_torch_script_may_be_recomputed_from_its_first_run_on(scripted, chunks):
         x = torch.randn(size, 4)
         ours = trained(pipe, pipe, x)
         # Not to the last bit: TorchScript compiles itself meanwhile.
-        torch.testing.assert_close(trained(lambda x: one_by_one(layers, x), layers, x), ours)
+        assert_same(trained(in_turn(layers, 4), layers, x), ours, rounded=True)
 
 
 @pytest.mark.parametrize("checkpoint", ["always", "never"])
@@ -215,3 +200,243 @@ def test_weights_of_an_embedding_that_renorms_are_let_go(checkpoint):
             pipe.load_state_dict({k: v.clone() for k, v in pipe.state_dict().items()}, assign=True)
     gc.collect()
     assert [reference() is None for reference in alive] == [True] * 4
+
+
+# What a recomputation starts from: what changed since the forward is put back, or refused.
+
+X = torch.randn(12, 6, generator=torch.Generator().manual_seed(7))
+
+
+class Block(nn.Module):
+    """What it gives depends on its mode and on a buffer."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear, self.norm = nn.Linear(6, 6), nn.Identity()
+        self.register_buffer("shift", torch.ones(()))
+
+    def forward(self, x):
+        x = self.norm(self.linear(x)) + self.shift
+        return x.tanh() if self.training else x.sigmoid()
+
+
+# Between forward and backward
+
+CHANGES = {
+    "eval()": lambda m: m.eval(),
+    "eval() of a layer": lambda m: m[0].eval(),
+    "frozen": lambda m: m.requires_grad_(False),
+    "a parameter replaced": lambda m: setattr(m[0].linear, "bias", nn.Parameter(torch.ones(6))),
+    "a buffer modified": lambda m: m[0].shift.fill_(3),
+    "a buffer replaced": lambda m: setattr(m[0], "shift", torch.tensor(3.0)),
+}
+
+
+@pytest.mark.parametrize("mode", ["except_last", "always"])
+@pytest.mark.parametrize("kind", CHANGES)
+def test_what_changed_since_the_forward_is_as_it_was(kind, mode):
+    layers, found, modes = blocks(), [], []
+    ours = pipe_of(copy.deepcopy(layers), checkpoint=mode)
+    trained(ours, ours, X)  # not new any more
+    ours.zero_grad()
+    for module, run in ((layers, in_turn(layers, 4)), (ours, ours)):
+        loss, parameters = weigh(run(X.clone().requires_grad_())), list(module.parameters())
+        CHANGES[kind](module)
+        loss.backward()
+        found.append([p.grad for p in parameters])
+        modes.append([m.training for m in module.modules()])
+    assert_same(*found)
+    assert_same(modes[1][-len(modes[0]) + 1 :], modes[0][1:])  # what was set meanwhile stays
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("devices", [["cpu", "cpu"], ["cpu:0", "cpu:1"]])
+def test_functional_call_is_recomputed_from_its_own_parameters(devices, mode):
+    layers = nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 6))
+    pipe = Pipe(layers, [2, 1], devices=devices, chunks=4, checkpoint=mode)
+    given = {k: (v.detach() * 2 + 1).requires_grad_() for k, v in layers.named_parameters()}
+    before = dict(layers.named_parameters())
+    ours = torch.autograd.grad(weigh(functional_call(pipe, given, X)), list(given.values()))
+    y = torch.cat([functional_call(layers, given, c) for c in X.chunk(4)])
+    assert_same(ours, torch.autograd.grad(weigh(y), list(given.values())))
+    assert all(before[k] is v for k, v in layers.named_parameters())
+
+
+class Times(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(6))
+
+    def forward(self, x):
+        return x * self.weight
+
+
+def frozen():
+    return nn.Sequential(Times().requires_grad_(False), nn.Linear(6, 6))
+
+
+def blocks():
+    return nn.Sequential(Block(), Block())
+
+
+def renorms():
+    return nn.Sequential(nn.Embedding(5, 6, max_norm=0.5), nn.Tanh())
+
+
+def triple(layer):
+    with torch.no_grad():
+        layer.weight.mul_(3)
+
+
+def put_norm(block):
+    block.norm = nn.BatchNorm1d(6)
+
+
+MODIFIED = r"a parameter \(float32.* modified in place between forward and backward"
+
+
+@pytest.mark.parametrize(
+    ("layers", "x", "change", "message"),
+    [
+        (frozen, X, triple, MODIFIED),
+        (renorms, torch.arange(4), triple, MODIFIED),
+        (blocks, X, put_norm, r"modules of stage 0.*new: BatchNorm1d; gone: Identity"),
+    ],
+    ids=["frozen parameter", "embedding that renorms", "another module"],
+)
+def test_what_cannot_be_as_it_was_is_refused(layers, x, change, message):
+    pipe = pipe_of(layers(), checkpoint="always")
+    loss = weigh(pipe(x.clone().requires_grad_() if x.is_floating_point() else x))
+    change(pipe[0])
+    with pytest.raises(RuntimeError, match=message):
+        loss.backward()
+
+
+# Between calls, and in them
+
+
+class MakesItself(nn.Module):
+    """Makes its parameter when it sees its first input."""
+
+    def forward(self, x):
+        if not hasattr(self, "weight"):
+            self.weight = nn.Parameter(torch.full(x.shape[1:], 0.5))
+        return (x * self.weight).tanh()
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize(
+    "make", [MakesItself, lambda: nn.Sequential(nn.LazyLinear(4), nn.LazyBatchNorm1d())]
+)
+def test_layers_may_make_their_parameters_in_the_first_call(make, mode):
+    pipe = pipe_of(nn.Sequential(make(), make()), checkpoint=mode)
+    weigh(pipe(X)).backward()
+    ours = [p.grad.clone() for p in pipe.parameters()]
+    assert all(count == 4 for name, count in pipe.named_buffers() if "tracked" in name)
+    pipe.zero_grad()
+    weigh(in_turn(nn.Sequential(*pipe), 4)(X)).backward()
+    assert_same(ours, [p.grad for p in pipe.parameters()])
+
+
+LATER = {
+    "a value": lambda block: block.shift.fill_(2),
+    "a batch norm": put_norm,
+    "a parametrization": lambda block: spectral_norm(block.linear),
+    "a hook with buffers": lambda block: old_spectral_norm(block.linear),
+}
+
+
+@pytest.mark.parametrize("kind", LATER)
+def test_buffers_that_come_into_a_layer_between_calls_are_known(kind):
+    layers = blocks()
+    other = copy.deepcopy(layers)
+    pipe = pipe_of(layers, checkpoint="always")
+    weigh(pipe(X)).backward()
+    for module in (layers, other):
+        torch.manual_seed(1)
+        LATER[kind](module[0])
+    for _ in range(2):
+        ours = trained(pipe, pipe, X)
+        assert_same(ours, trained(in_turn(other, 4), other, X), rounded=["parameter_grads"])
+
+
+# Inputs
+
+
+class Box:
+    def __init__(self, x):
+        self.x = x
+
+
+class Slim:
+    __slots__ = ("x",)
+
+    def __init__(self, x):
+        self.x = x
+
+
+@pytest.mark.parametrize("made", [Box, Slim])
+@pytest.mark.parametrize("what", ["nothing", "sets", "modifies"])
+def test_an_object_that_a_layer_changes_is_refused(what, made):
+    changes = {
+        "nothing": lambda box: None,
+        "sets": lambda box: setattr(box, "x", box.x.tanh()),
+        "modifies": lambda box: setattr(box, "x", box.x.add_(1)),
+    }
+    layers = nn.Sequential(Do(made), Do(changes[what]), Do(lambda box: box.x))
+    balance = [3] if what == "nothing" else [1, 1, 1]  # a graph goes to no other stage in it
+    pipe = Pipe(layers, balance, devices=["cpu:0"] * len(balance), chunks=4, checkpoint="always")
+    x = X.clone().requires_grad_()
+    if what == "nothing":
+        pipe(x * 1).sum().backward()
+        assert torch.equal(x.grad, torch.ones_like(x))
+        return
+    with pytest.raises(RuntimeError, match=rf"stage 1 .*attribute 'x' of the {made.__name__}"):
+        pipe(x * 1)
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("chunks", [1, 2])
+def test_an_input_that_is_given_twice_is_one_tensor(chunks, mode):
+    add = Do(lambda pair: pair[0].relu_() + pair[1])
+    pipe = pipe_of(nn.Sequential(add, nn.Linear(6, 6)), chunks=chunks, checkpoint=mode)
+    x = X.clone()
+    assert torch.equal(pipe((x, x)), pipe[1](X.relu() * 2))
+
+
+REGISTER = (
+    nn.Module.register_full_backward_pre_hook,
+    nn.Module.register_state_dict_post_hook,
+    nn.Module.register_load_state_dict_pre_hook,
+    nn.Module.register_load_state_dict_post_hook,
+    lambda module, _: setattr(module, "_compiled_call_impl", module.forward),
+)
+
+
+@pytest.mark.parametrize("register", REGISTER)
+def test_what_a_pipe_would_leave_out_of_the_container_is_refused(register):
+    module = nn.Sequential(nn.Linear(6, 6))
+    register(module, lambda *_: None)
+    with pytest.raises(ValueError, match="which a pipe would not run"):
+        Pipe(module, [1])
+
+
+class Slow(nn.Module):
+    """Counts in a buffer, and others may run in the middle of it."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, x):
+        calls = self.calls + 1
+        os.sched_yield()
+        self.calls.copy_(calls)
+        return x
+
+
+def test_threads_that_call_a_pipe_change_its_buffers_one_after_another():
+    layers = nn.Sequential(Slow(), Slow())
+    pipe = Pipe(layers, [2], devices=["cpu"], chunks=6, checkpoint="never")  # on their threads
+    in_threads(lambda _: [pipe(X) for _ in range(30)], *range(2))
+    assert [layer.calls.item() for layer in layers] == [360, 360]

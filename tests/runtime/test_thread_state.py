@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextvars
 import copy
 import cProfile
-import os
 import re
 import sys
 import threading
@@ -22,17 +21,9 @@ from torch.overrides import TorchFunctionMode
 from torch.profiler import ProfilerActivity, _ExperimentalConfig, profile
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from syncpipe import inline, is_recomputing
-from tests.support.running import (
-    MODES,
-    Do,
-    in_threads,
-    one_by_one,
-    pipe_of,
-    plain,
-    trained,
-    weigh,
-)
+from syncpipe import is_recomputing
+from tests.support.models import in_turn
+from tests.support.running import MODES, Do, assert_same, pipe_of, trained, weigh
 
 BF16 = torch.bfloat16
 
@@ -182,10 +173,10 @@ def test_a_cache_that_another_thread_clears_does_not_make_a_recomputation_anothe
     ours = nn.Sequential(Twice(), nn.Tanh())
     theirs = copy.deepcopy(ours)
     x = torch.randn(8, 6)
-    expected = trained(lambda x: one_by_one(theirs, x), theirs, x)
+    expected = trained(in_turn(theirs, 4), theirs, x)
     runs.clear()
     actual = trained(pipe_of(ours, checkpoint="always"), ours, x)
-    torch.testing.assert_close(actual, expected, rtol=2e-2, atol=2e-2)
+    assert_same(actual, expected, rounded=True, rtol=2e-2, atol=2e-2)
 
 
 def test_a_pipe_leaves_the_callers_autocast_cache_alone():
@@ -218,7 +209,7 @@ def test_a_function_mode_sees_every_call_in_the_layers():
     with CountCalls() as ours:
         pipe(x)
     with CountCalls() as theirs:
-        plain(layers, x)
+        in_turn(layers, 4)(x)
     for name in ("linear", "tanh", "gelu"):
         assert ours.calls[name] == theirs.calls[name] > 0
 
@@ -347,30 +338,3 @@ def test_cpu_workers_share_the_intra_op_threads_and_nobody_else_notices():
     assert (call(), intra_op_threads(), later) == ({(False, 2), (True, 2)}, 4, [4])
     torch.set_num_threads(2)
     assert (call(), intra_op_threads(), later) == ({(False, 1), (True, 1)}, 2, [4, 2])
-
-
-class Counts(nn.Module):
-    """Counts in a buffer, slowly."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_buffer("count", torch.zeros(()))
-
-    def forward(self, x):
-        count = int(self.count)
-        for _ in range(200):
-            os.sched_yield()
-        self.count.fill_(count + 1)
-        return x * 1
-
-
-def test_a_call_inline_and_one_on_workers_take_turns_in_a_stage_with_buffers():
-    pipe = pipe_of(nn.Sequential(Counts(), nn.Identity()), checkpoint="never")
-
-    def call(context):
-        for _ in range(20):
-            with context():
-                pipe(torch.ones(4, 3))
-
-    in_threads(call, nullcontext, inline)
-    assert pipe[0].count == 2 * 20 * 4

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import random
 import sys
-import threading
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from typing import Any
@@ -31,6 +30,7 @@ from tests.fuzz.runs import Place, expected, results, run_pipe, schedule_of
 from tests.support import accelerator as acc
 from tests.support.compare import assert_same
 from tests.support.models import Result
+from tests.support.running import in_threads
 
 __all__ = ["Placed", "check", "drawn"]
 
@@ -107,7 +107,6 @@ class Caller(Place):
     def __init__(self, placed: Placed) -> None:
         self.placed = placed
         self.pipe = placed.pipe()
-        self.error: BaseException | None = None
         self.expected: list[Result] = []
 
     def run(self) -> None:
@@ -124,12 +123,6 @@ class Caller(Place):
 
     def call(self, k: int, call: Call) -> Result:
         return run_pipe(self.pipe, self.placed.case, replace(call, autocast=""), k, self)
-
-    def run_in_thread(self) -> None:
-        try:
-            self.run()
-        except BaseException as error:
-            self.error = error
 
     def _given(self, x: Tensor, device: torch.device) -> Tensor:
         """Something for the pipe, where the case has it come from."""
@@ -182,14 +175,7 @@ def check(placed: Placed) -> None:
         if len(callers) == 1:
             callers[0].run()
         else:
-            threads = [threading.Thread(target=caller.run_in_thread) for caller in callers]
-            for thread in threads:
-                thread.start()
-            for thread in threads:
-                thread.join()
-    for caller in callers:
-        if caller.error is not None:
-            raise caller.error
+            in_threads(Caller.run, *callers)
     assert not (simulated.loaded() and (races := simulated.races())), "\n".join(races)
 
 

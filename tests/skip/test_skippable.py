@@ -20,21 +20,35 @@ from syncpipe.skip.layout import inspect_layout
 from syncpipe.skip.skippable import is_skippable, pops, stashes
 from syncpipe.skip.store import use_store
 from tests.support.running import in_threads
-from tests.support.skips import (
-    Around,
-    Many,
-    NestedPipe,
-    Receive,
-    Send,
-    SendConv,
-    Twice,
-    X,
-    layer_of,
-    make,
-    roundtrip,
-)
+from tests.support.skips import Around, Receive, Send, SendConv, make
 
-NS = Namespace()
+NS, X = Namespace(), torch.arange(6.0).reshape(3, 2)
+
+
+@skippable(stash=["a", "b"], pop=["c"])
+class Many(nn.Module):
+    def forward(self, x):
+        c = yield pop("c")
+        yield stash("a", x)
+        yield stash("b", c)
+        return x
+
+
+class Twice(nn.Module):
+    def forward(self, x):
+        return 2 * x
+
+
+class NestedPipe(Around):
+    _syncpipe_skips_are_internal = True
+
+
+def roundtrip(module):
+    return pickle.loads(pickle.dumps(module))
+
+
+def layer_of(function, **names):
+    return skippable(**names)(type("Culprit", (nn.Module,), {"forward": function}))()
 
 
 def stashed_by(layer: nn.Module, x: Any = X) -> dict[Any, Any]:
@@ -331,16 +345,6 @@ def test_isolated_layers_match_after_they_were_copied_one_by_one(duplicate):
     assert torch.equal(model(X), 2 * X)
     other = duplicate(send).isolate(Namespace())
     assert stashes(send) == [(NS, "skip")] != stashes(other)
-
-
-def test_namespaces_keep_equal_names_apart():
-    inner = Namespace()
-    model = nn.Sequential(
-        Send().isolate(NS), Twice(), Send().isolate(inner), Twice(), Receive().isolate(inner),
-        Receive().isolate(NS),
-    )  # fmt: skip
-    verify_skippables(model)
-    assert torch.equal(model(X), 7 * X)
 
 
 # --- where values wait, and for how long ---------------------------------------------------------

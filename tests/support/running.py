@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import random
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -15,7 +14,9 @@ from torch import Tensor, nn
 
 from syncpipe import Pipe
 from tests.support.compare import assert_same as assert_same  # for those who import it here
-from tests.support.models import in_turn, step
+from tests.support.models import Noise as Noise
+from tests.support.models import Result, in_turn, step
+from tests.support.models import weigh as weigh
 
 MODES = ("never", "except_last", "always")
 
@@ -27,37 +28,18 @@ def pipe_of(module: nn.Sequential, balance: list[int] | None = None, **options: 
     return Pipe(module, balance, **{"chunks": 4, "devices": devices, **options})
 
 
-def plain(module: nn.Module, x: Tensor, chunks: int = 4) -> Tensor:
-    """The reference: the micro-batches one after another through the plain model."""
-    return torch.cat([module(chunk) for chunk in x.chunk(chunks)])
-
-
-def one_by_one(module: nn.Module, x: Tensor, chunks: int = 4) -> Tensor:
-    """The same, where each micro-batch goes back by itself, the last one first."""
-    output: Tensor = in_turn(module, chunks)(x)
-    return output
-
-
 def beside(
     mode: str, layers: nn.Sequential, balance: Sequence[int] = (2, 3), **options: Any
 ) -> tuple[Pipe, Callable[[Tensor], Tensor], nn.Sequential]:
     """A pipe, the plain loop over a copy of its layers, and that copy."""
     copied = copy.deepcopy(layers)
     pipe = pipe_of(layers, list(balance), checkpoint=mode, **options)
-    return pipe, lambda x: plain(copied, x, pipe.chunks), copied
+    return pipe, in_turn(copied, pipe.chunks), copied
 
 
-def trained(run: Callable[[Tensor], Tensor], module: nn.Module, x: Tensor) -> list[Any]:
-    """One forward and backward: the output, the gradients of x and of the parameters, buffers."""
-    found = step(run, module, x.detach().requires_grad_())
-    grads = [*found.input_grads, *found.parameter_grads.values()]
-    return [found.output, *grads, *found.buffers.values()]
-
-
-def weigh(y: Tensor) -> Tensor:
-    """A loss in which each sample has a gradient of its own."""
-    weights = torch.linspace(0.5, 1.5, y.numel(), dtype=torch.float32).view_as(y)
-    return (y * weights).sum()
+def trained(run: Callable[[Tensor], Tensor], module: nn.Module, x: Tensor) -> Result:
+    """One forward and backward, with a gradient of x."""
+    return step(run, module, x.detach().requires_grad_())
 
 
 class Do(nn.Module):
@@ -135,11 +117,17 @@ def in_threads(function: Callable[[Any], Any], *arguments: Any) -> list[Any]:
 
 
 @contextmanager
-def another_thread() -> Iterator[None]:
-    """A thread of the user's, which does nothing: it might draw, so layers draw in another way."""
-    end = threading.Event()
-    thread = threading.Thread(target=end.wait)
+def another_thread(act: Callable[[], Any] | None = None) -> Iterator[None]:
+    """A thread of the user's that does this; it might draw, so layers draw in another way."""
+    began, end = threading.Event(), threading.Event()
+
+    def work() -> None:
+        while not end.is_set():
+            (act or end.wait)() if began.is_set() else began.set()
+
+    thread = threading.Thread(target=work)
     thread.start()
+    began.wait()
     try:
         yield
     finally:
@@ -154,23 +142,3 @@ def raising(make: Callable[[], BaseException]) -> Callable[..., Any]:
         raise make()
 
     return fail
-
-
-class Noise(nn.Module):
-    """A layer of a user's own that draws random numbers."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + torch.rand(x.shape) * x
-
-
-class Dawdle(nn.Module):
-    """Takes a different, short time at each call, without any of PyTorch's random numbers."""
-
-    def __init__(self, seed: int = 0) -> None:
-        super().__init__()
-        self.delays = random.Random(seed)
-
-    def forward(self, x: Tensor) -> Tensor:
-        for _ in range(self.delays.randrange(2000)):
-            pass
-        return x

@@ -2,29 +2,11 @@
 
 from __future__ import annotations
 
-import pickle
-
-import torch
 from torch import nn
 
 from syncpipe.skip import pop, skippable, stash
-
-X = torch.arange(6.0).reshape(3, 2)
-
-
-@skippable(stash=["skip"])
-class Send(nn.Module):
-    """Sends its input past the layers that follow."""
-
-    def forward(self, x):
-        yield stash("skip", x)
-        return x
-
-
-@skippable(pop=["skip"])
-class Receive(nn.Module):
-    def forward(self, x):
-        return x + (yield pop("skip"))
+from tests.support.models import Receive as Receive
+from tests.support.models import Send as Send
 
 
 @skippable(stash=["skip"])
@@ -41,20 +23,6 @@ class SendConv(nn.Module):
         return self.norm(self.conv(x))
 
 
-@skippable(stash=["a", "b"], pop=["c"])
-class Many(nn.Module):
-    def forward(self, x):
-        c = yield pop("c")
-        yield stash("a", x)
-        yield stash("b", c)
-        return x
-
-
-class Twice(nn.Module):
-    def forward(self, x):
-        return 2 * x
-
-
 class Around(nn.Module):
     """An ordinary layer with other layers inside."""
 
@@ -67,10 +35,6 @@ class Around(nn.Module):
         for child in self.children():
             x = child(x)
         return x
-
-
-class NestedPipe(Around):
-    _syncpipe_skips_are_internal = True
 
 
 def make(stashed=(), popped=()):
@@ -87,11 +51,3 @@ def make(stashed=(), popped=()):
             return total
 
     return Layer()
-
-
-def roundtrip(module):
-    return pickle.loads(pickle.dumps(module))
-
-
-def layer_of(function, **names):
-    return skippable(**names)(type("Culprit", (nn.Module,), {"forward": function}))()

@@ -19,6 +19,7 @@ from syncpipe.schedules.schedule import KINDS as ACTIONS
 from syncpipe.schedules.schedule import Action, Schedule
 from tests.support.compare import assert_same
 from tests.support.models import Result, concatenate, cut, is_wanted, seen
+from tests.support.models import weigh as weigh  # for those who import it here
 
 FOUR = ["cpu:0", "cpu:1", "cpu:2", "cpu:3"]
 ROUND = ["cpu:0", "cpu:1", "cpu:0", "cpu:1"]
@@ -48,13 +49,6 @@ KINDS = ["naive", "gpipe", "1f1b", "interleaved", "zb_h1"]
 
 
 # --- schedules -----------------------------------------------------------------------------------
-
-
-def device_of(pipe: Pipe) -> tuple[int, ...]:
-    """For each stage the index of its device, in order of appearance."""
-    names = [str(device) for device in pipe.devices]
-    order = list(dict.fromkeys(names))
-    return tuple(order.index(name) for name in names)
 
 
 def fitting(devices: Sequence[int]) -> list[str]:
@@ -271,14 +265,6 @@ def orders_of(schedule: Schedule) -> list[list[int]]:
     ]
 
 
-def assert_same_step(
-    actual: Result, expected: Result, *, exact: bool = True, **tolerance: float
-) -> None:
-    """Equality to the last bit; with ``exact=False`` parameters' gradients to rounding."""
-    rounded = () if exact else ("parameter_grads",)
-    assert_same(actual, expected, "the step's ", rounded=rounded, **tolerance)
-
-
 def assert_trains_as(
     pipe: Pipe, plain: nn.Sequential, x: Any, target: Any = None, *, loss_fn: Any,
     schedule: Any = "1f1b", tolerance: dict[str, float] | None = None, **options: Any,
@@ -290,20 +276,6 @@ def assert_trains_as(
         balance=pipe.balance, replicas=pipe.replicas,
     )  # fmt: skip
     actual = pipe_step(pipe, x, target, loss_fn=loss_fn, schedule=schedule, **options)
-    assert_same_step(actual, expected, exact=not plan.splits, **(tolerance or {}))
+    rounded = ("parameter_grads",) if plan.splits else ()
+    assert_same(actual, expected, "the step's ", rounded=rounded, **(tolerance or {}))
     return expected
-
-
-# --- loss functions ------------------------------------------------------------------------------
-
-
-def weigh(output: Any, target: Any = None) -> Tensor:
-    """A loss of any tree, with another weight for each element; the target scales it."""
-    leaves = [t for t in pytree.tree_leaves(output) if isinstance(t, Tensor)]
-    terms = [
-        (leaf * torch.linspace(-1, 1, leaf.numel(), device=leaf.device).view_as(leaf)).sum()
-        for leaf in leaves
-        if leaf.is_floating_point()
-    ]
-    loss = sum(terms[1:], terms[0])
-    return loss if target is None else loss * target["scale"].mean()

@@ -165,3 +165,27 @@ def numbered(chunks: int, rows: int = 2) -> Tensor:
     x = torch.randn(rows * chunks, 5)
     x[:, 0] = torch.arange(chunks).repeat_interleave(rows)
     return x
+
+
+class Grads:
+    """What ``.grad`` was; half of the parameters have one."""
+
+    def __init__(self, *modules: nn.Module) -> None:
+        self.parameters = [p for module in modules for p in module.parameters()]
+        for parameter in self.parameters[::2]:
+            parameter.grad = torch.randn_like(parameter)
+        self.tensors = [p.grad for p in self.parameters]
+        self.values = [None if p.grad is None else p.grad.clone() for p in self.parameters]
+
+    def unchanged(self) -> bool:
+        """The same tensors, with the same values; None where there was none."""
+        pairs = zip(self.parameters, self.tensors, self.values, strict=True)
+        return all(
+            p.grad is tensor and (value is None or torch.equal(p.grad, value))
+            for p, tensor, value in pairs
+        )
+
+    def put_back(self) -> None:
+        """After a call that was to add to them."""
+        for p, grad, value in zip(self.parameters, self.tensors, self.values, strict=True):
+            p.grad = None if grad is None else grad.copy_(value)

@@ -12,7 +12,6 @@ from torch import Tensor, nn
 
 from syncpipe import Pipe
 from syncpipe.runtime.graph import nodes_of
-from syncpipe.schedules.schedule import Action, Schedule
 from syncpipe.training.cell import ANCHOR, Border
 from tests.support.models import CHECKPOINT_MODES
 from tests.support.running import Do
@@ -81,40 +80,3 @@ def test_workers_walk_graphs_that_end_in_one_node_at_the_same_time():
 
     with ThreadPoolExecutor(4) as threads:
         list(threads.map(walk, range(4)))
-
-
-class Position(nn.Module):
-    """Adds a parameter by a view of it."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.position = nn.Parameter(torch.randn(3, 4))
-
-    def forward(self, x):
-        return x + self.position.unsqueeze(0)
-
-
-@pytest.mark.parametrize(
-    ("balance", "order"),
-    [
-        ([2, 3], "F00 F01 F10 F11 B01 B11 B00 B10"),  # a gradient is on its way to stage 0
-        ([3, 2], "F00 F01 F10 F11 B01 B11 I00 I10 W00 W10"),  # it waits for its weight half
-    ],
-)
-def test_a_gradient_that_is_still_needed_is_not_added_to(balance, order):
-    """Autograd makes a view of it the parameter's gradient, and adds the next one in place."""
-    model = nn.Sequential(
-        nn.Linear(4, 4), nn.Linear(4, 4), Position(), nn.Linear(4, 4), nn.Tanh()
-    )  # fmt: skip
-    x, target = torch.randn(2, 3, 4), torch.randn(2, 3, 4)
-    for i in range(2):
-        (F.mse_loss(model(x[i : i + 1]), target[i : i + 1]) / 2).backward()
-    expected = [parameter.grad for parameter in model.parameters()]
-    model.zero_grad()
-    kinds = {"F": "forward", "B": "backward", "I": "backward_input", "W": "backward_weight"}
-    row = tuple(Action(kinds[a[0]], int(a[1]), int(a[2])) for a in order.split())
-    pipe = Pipe(model, balance, devices=["cpu", "cpu"], chunks=2, checkpoint="never")
-    schedule = Schedule(2, (0, 0), (row,))
-    pipe.train_batch(x, target, loss_fn=F.mse_loss, schedule=schedule)
-    for parameter, grad in zip(model.parameters(), expected, strict=True):
-        torch.testing.assert_close(parameter.grad, grad)

@@ -16,7 +16,7 @@ from torch import nn
 
 from syncpipe import Pipe, is_recomputing
 from tests.support import accelerator as acc
-from tests.support.running import Do, on_gradient
+from tests.support.running import Do, in_threads, on_gradient
 
 # Where they wait for each other, the process ends with the stacks of all threads.
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(120)]
@@ -145,21 +145,13 @@ HOLDERS = [
 
 def beside(holder, y, x, meeting):
     """What ``holder`` gives, and the gradient of ``x``, which goes back from ``y`` meanwhile."""
-    found = []
-
-    def hold():
-        found.extend(holder())
 
     def come():
         meeting.wait_for_holder()
         y.register_hook(lambda grad: meeting.come())  # the cells come next
         y.sum().backward()
 
-    threads = [threading.Thread(target=target, daemon=True) for target in (hold, come)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    found, _ = in_threads(lambda act: act(), holder, come)
     return [t.detach().cpu() for t in (*found, x.grad)]
 
 
@@ -213,26 +205,3 @@ def test_two_recomputations_on_two_devices():
         return lambda: a_recomputation(meeting, *devices), y, x
 
     alone_and_together(scene)
-
-
-class Slope(nn.Module):
-    """Needs in its forward what is not stored, and so has its own cell recomputed there."""
-
-    def forward(self, x):
-        (grad,) = torch.autograd.grad(x.pow(3).sum(), x, create_graph=True)
-        return grad
-
-
-@pytest.mark.parametrize("kind", [nn.BatchNorm1d, nn.Dropout, nn.Tanh])
-def test_a_recomputation_inside_of_a_forward(kind):
-    """One thread is enough: it has the stage and its generators itself."""
-    results = []
-    for checkpoint in ("never", "always"):
-        torch.manual_seed(0)
-        layers = nn.Linear(WIDTH, WIDTH), kind(WIDTH) if kind is nn.BatchNorm1d else kind(), Slope()
-        pipe = pipe_of(*layers, chunks=2, checkpoint=checkpoint)
-        x = torch.randn(4, WIDTH).to(acc.device()).requires_grad_()
-        y = pipe(x)
-        y.square().sum().backward()
-        results.append([t.detach().cpu() for t in gone_back(pipe, y, x.grad)])
-    assert all(map(torch.equal, *results))

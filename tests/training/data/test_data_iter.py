@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections import UserDict
 from typing import Any
 
@@ -16,33 +15,8 @@ from syncpipe import Pipe, RepeatingLoader
 from tests.support.models import linear_model
 from tests.support.running import Do, pipe_of
 from tests.support.training import KINDS, RUNS
-from tests.training.failures.failing import Grads
-from tests.training.loss.whole import four, grads_of, whole
-
-
-def test_inputs_and_targets_of_an_iterator_may_need_gradients_and_be_trees():
-    pipe = pipe_of(nn.Sequential(Do(lambda d: d["x"] * d["k"]), *linear_model(2)), chunks=2)
-    leaf = torch.randn(3, requires_grad=True)
-    pieces = [({"x": torch.randn(n, 3) * leaf, "k": n, "none": None}, leaf * n) for n in (2, 3)]
-    plain = nn.Sequential(*pipe)
-
-    def loss_fn(y, t):
-        return (y - t).pow(2).mean()
-
-    total = sum(loss_fn(plain(d), t) * d["k"] for d, t in pieces) / 5
-    expected = torch.autograd.grad(total, [leaf, *pipe.parameters()], retain_graph=True)
-    pipe.train_batch(data_iter=iter(pieces), loss_fn=loss_fn)
-    torch.testing.assert_close([leaf.grad, *grads_of(pipe)], list(expected))
-
-
-def test_exactly_chunks_micro_batches_are_taken():
-    pipe = four(chunks=3)
-    data = iter([(torch.randn(2, 3), k) for k in range(7)])
-    seen = []
-    for _ in range(2):
-        pipe.train_batch(data_iter=data, loss_fn=lambda y, t: seen.append(t) or y.sum())
-    assert seen == [0, 1, 2, 3, 4, 5]
-    assert [t for _, t in data] == [6]
+from tests.support.watched import Grads
+from tests.training.loss.whole import four, whole
 
 
 @pytest.mark.parametrize("run", KINDS)
@@ -143,20 +117,6 @@ def test_a_loader_is_asked_for_one_mini_batch_in_each_step() -> None:
             pipe.train_batch(data_iter=loader, loss_fn=loss_fn, verify=False)
     epoch = [[0, 1], [2, 3], [4, 5], [6, 7], [8], [9]]
     assert seen == epoch * 2
-
-
-@pytest.mark.parametrize("stream", [False, True])
-def test_replicas_of_the_first_stage_take_turns_where_a_pipe_makes_the_data(stream):
-    """That pipe gives up the random generators, which keep others out otherwise."""
-    never = threading.Event()
-    teacher = pipe_of(nn.Sequential(Do(lambda x: x + never.wait(0.1))), chunks=1)
-    options = {"devices": ["cpu:0", "cpu:1"], "chunks": 4}
-    pipe = Pipe(nn.Sequential(nn.Linear(3, 3)), [1], replicas=2, **options)
-    data = ((teacher(x), None) for x in torch.randn(4, 2, 3))
-    if stream:
-        pipe.train_stream(data, optimizer=torch.optim.SGD, loss_fn=torch.mean)
-    else:
-        pipe.train_batch(data_iter=data, loss_fn=torch.mean)
 
 
 def test_a_repeating_loader_begins_again_also_after_an_empty_pass_or_one_that_fails():

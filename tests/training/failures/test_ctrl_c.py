@@ -25,7 +25,8 @@ from syncpipe.runtime import engine, worker
 from tests.conftest import our_threads
 from tests.support.interrupts import Lines, interrupted, modes_on
 from tests.support.running import Do, another_thread, pipe_of
-from tests.training.failures.failing import Grads, mean
+from tests.support.watched import Grads
+from tests.training.failures.test_failures import mean
 from tests.training.stream.models import sgd
 
 X = torch.randn(6, 5)

@@ -20,26 +20,49 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import nn
+from torch import Tensor, nn
 
 from syncpipe import Pipe, inline
 from syncpipe.runtime.worker import FREE_THREADED
 from tests.conftest import our_threads
-from tests.support.running import Do, on_gradient, pipe_of, raising
+from tests.support.models import in_turn, step
+from tests.support.running import Do, assert_same, on_gradient, pipe_of, raising
 from tests.support.skips import Receive, Send
-from tests.support.training import ANY_RUNS, KINDS, RUNS
-from tests.support.watched import Fails, Memory, Odd, alive, numbered
-from tests.training.failures.failing import (
-    CHUNKS,
-    Grads,
-    assert_works,
-    failing_pipe,
-    mean,
-    notes_of,
-)
+from tests.support.training import ANY_RUNS, FOUR, KINDS, RUNS, assert_trains_as
+from tests.support.watched import Fails, Grads, Memory, Odd, alive, numbered
 from tests.training.stream.models import WORKERS, mini_batches, mlp, sgd
 
+CHUNKS, REPLICAS = 3, [2, 1, 3, 1]
 STEPS = 5  # of a stream
+
+
+def failing_pipe(run: str = "1f1b", checkpoint: Any = "always") -> Pipe:
+    """Four stages on the devices of a schedule, or on a worker each, or on several."""
+    layers = nn.Sequential(*(Fails() for _ in range(4)))
+    options = {"devices": ANY_RUNS.get(run, ((), FOUR))[1], "chunks": CHUNKS}
+    if "replicas" in run:
+        options |= {"replicas": REPLICAS, "devices": [f"cpu:{k}" for k in range(sum(REPLICAS))]}
+    return Pipe(layers, [1] * 4, checkpoint=checkpoint, **options)
+
+
+def assert_works(pipe: Pipe, run: str = "1f1b") -> None:
+    """The next calls are as if nothing had been."""
+    pipe.zero_grad()
+    plain = nn.Sequential(*(Fails() for _ in pipe))
+    plain.load_state_dict(pipe.state_dict())
+    x = numbered(CHUNKS).requires_grad_()
+    options, _ = ANY_RUNS.get(run, ({}, ()))
+    assert_trains_as(pipe, plain, x, loss_fn=mean, **options)
+    there = step(in_turn(plain, CHUNKS), plain, x)
+    assert_same(step(pipe, pipe, x), there, rounded="replicas" in run)
+
+
+def mean(y: Tensor) -> Tensor:
+    return y.pow(2).mean()
+
+
+def notes_of(error: BaseException) -> str:
+    return "\n".join(getattr(error, "__notes__", []))
 
 
 def call(run: str, pipe: Pipe, loss_fn: Any = mean, data_iter: Any = None) -> None:
@@ -79,7 +102,9 @@ STREAMS = ["stream", "stream, replicas"]
 @pytest.mark.parametrize("context", [nullcontext, inline], ids=["workers", "inline"])
 @pytest.mark.parametrize(("run", "place"), [(r, place) for r in PLACES for place in PLACES[r]])
 def test_an_exception_anywhere_arrives_as_itself_and_changes_nothing(run, place, context):
-    pipe, head, after = failing_pipe(run), nn.Linear(5, 1), Fails()
+    layers_by_themselves = context is inline and run not in STREAMS
+    pipe = failing_pipe(run, [0, 1, 2, 3] if layers_by_themselves else "always")
+    head, after = nn.Linear(5, 1), Fails()
     memory, threads, trains = [p.data_ptr() for p in pipe.parameters()], [], run in ANY_RUNS
     stages = [3] if place in ELSEWHERE else range(4)
     for k, (j, i) in enumerate(product(stages, range(STEPS if run in STREAMS else CHUNKS))):
@@ -112,7 +137,8 @@ def test_an_exception_anywhere_arrives_as_itself_and_changes_nothing(run, place,
         else:
             assert f"stage {j} (layer {j}), micro-batch {i}" in notes
             assert ("while recomputing" in notes) == (place == "recompute")
-            assert ("in backward of" in notes) == (place in ("backward", "hook"))
+            back = ["backward", "hook", *["recompute"] * layers_by_themselves]
+            assert ("in backward of" in notes) == (place in back)
         if run in STREAMS:
             assert place in ELSEWHERE or "updates of the stages' weights" in notes
             assert all(p.grad is None for p in pipe.parameters())

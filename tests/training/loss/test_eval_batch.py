@@ -10,7 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from syncpipe import Pipe
-from tests.support.running import Dawdle, Do, in_threads, pipe_of
+from tests.fuzz.layers import Dawdle
+from tests.support.running import Do, in_threads, pipe_of, raising
 from tests.support.watched import Memory, alive
 
 
@@ -109,27 +110,14 @@ def test_weights_and_modes_are_back_afterwards(trains):
     if trains == "none":
         pipe[0].train = lambda mode=True: pytest.fail("train() was called")
     assert torch.equal(pipe.eval_batch(x), torch.cat([plain(half) for half in x.chunk(2)]))
+    for error in (OSError, KeyboardInterrupt) if trains == "all" else ():
+        for where in ("loss", "back", "into eval mode"):
+            loss_fn = raising(error) if where == "loss" else torch.sum
+            if where != "loss":
+                pipe[2][1].errors[where == "back"] = error()
+            with pytest.raises(error):
+                pipe.eval_batch(x, loss_fn=loss_fn)
     assert pipe[0].merged == (trains == "none")
     assert pipe[2][1].merged == (trains != "all")
     torch.testing.assert_close(pipe[0].weight.detach(), weight)
     assert modes_of(pipe) == modes
-
-
-@pytest.mark.parametrize("error", [OSError, KeyboardInterrupt])
-@pytest.mark.parametrize("where", ["loss", "back", "into eval mode"])
-def test_modes_and_weights_are_back_after_an_error(error, where):
-    pipe = pipe_of(layers(), chunks=2)
-    modes = modes_of(pipe)
-
-    def loss_fn(output: Tensor) -> Tensor:
-        if where == "loss":
-            raise error
-        return output.sum()
-
-    if where != "loss":
-        pipe[2][1].errors[where == "back"] = error()
-    with pytest.raises(error):
-        pipe.eval_batch(torch.randn(6, 4), loss_fn=loss_fn)
-    assert modes_of(pipe) == modes
-    assert not pipe[0].merged
-    assert not pipe[2][1].merged

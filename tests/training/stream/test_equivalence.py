@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import threading
 from contextlib import nullcontext
-from functools import partial
 from typing import Any
 
 import pytest
@@ -17,8 +15,8 @@ from torch import nn
 from syncpipe import Pipe, inline
 from syncpipe.runtime.worker import Worker
 from syncpipe.schedules.stream import VERSIONS
+from tests.fuzz.layers import Dawdle
 from tests.support import accelerator as acc
-from tests.support.running import Dawdle, Do, on_gradient
 from tests.training.stream.models import (
     BALANCES,
     WORKERS,
@@ -102,46 +100,3 @@ def test_whoever_is_late_nothing_changes():
         pipe = Pipe(nn.Sequential(*late), BALANCES[4], devices=WORKERS, checkpoint="always")
         model = nn.Sequential(*[nn.Sequential(each, nn.Identity()) for each in mlp()])
         assert_as_in_the_papers(pipe, mini_batches(7), model=model)
-
-
-class Shifts(nn.Module):
-    """Its parameter's gradient and its input's are one memory, as autograd makes them."""
-
-    def __init__(self):
-        super().__init__()
-        self.shift = nn.Parameter(torch.zeros(24))
-
-    def forward(self, x):
-        return x + self.shift.view(3, 8)
-
-
-def test_gradients_on_their_way_are_not_those_that_are_added_up():
-    """The third backward of a stage waits until the next stage has stepped twice."""
-
-    def losses(devices, wait):
-        came, steps, stepped = [], [], threading.Event()
-
-        def late(grad):
-            came.append(1)
-            assert not wait or len(came) != 3 or stepped.wait(30)
-
-        torch.manual_seed(0)
-        first = [nn.Linear(8, 8), Do(lambda x: on_gradient(x, late))]
-        layers = nn.Sequential(*first, Shifts(), nn.Linear(8, 4))
-        pipe = Pipe(layers, [2, 2], devices=devices, chunks=2, checkpoint="never")
-        shift = pipe[2].shift  # not `pipe`: classes live forever on free-threaded CPython 3.13
-
-        class Tells(torch.optim.SGD):
-            def step(self, closure=None):
-                super().step(closure)
-                if self.param_groups[0]["params"][0] is shift:
-                    steps.append(1)
-                    if len(steps) == 2:
-                        stepped.set()
-
-        return pipe.train_stream(
-            mini_batches(5, 6), optimizer=partial(Tells, lr=0.1), loss_fn=F.cross_entropy,
-            versions="2bw",
-        ).losses  # fmt: skip
-
-    assert torch.equal(losses(WORKERS[:2], True), losses(["cpu"] * 2, False))

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd.graph import saved_tensors_hooks
 from torch.nn import functional as F
@@ -25,7 +25,6 @@ from tests.support.training import (
     KINDS,
     RUNS,
     any_schedule,
-    assert_same_step,
     assert_trains_as,
     orders_of,
     pipe_step,
@@ -111,44 +110,18 @@ def test_fake_tensors_are_trained(run):
         assert all(p.grad.shape == p.shape for p in pipe.parameters())
 
 
-class Idle(nn.Linear):
-    """Does not use its weight."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x * 2
-
-
-def tied(first: nn.Module, middle: nn.Module) -> list[nn.Module]:
-    """The last layer has the weight of the first one; so has one that is idle."""
-    rows, columns = first.weight.shape
-    last = nn.Linear(columns, rows, bias=False)
+def tied() -> list[nn.Module]:
+    """The last layer has the weight of the first one, whose gradient is sparse."""
+    first, last = nn.Embedding(9, 8, sparse=True), nn.Linear(8, 9, bias=False)
     last.weight = first.weight
-    if isinstance(middle, Idle):
-        middle.weight = first.weight
-    return [first, middle, last]
-
-
-def added() -> list[nn.Module]:
-    """0.1 + 0.2 + 0.3 is not 0.1 + (0.2 + 0.3)."""
-    weight = nn.Parameter(torch.tensor([0.7]))
-    add = [lambda x, inner, f=f: x + inner.weight * f for f in (0.3, 0.2, 0.1)]
-    layers = [Using(function, nn.Identity()) for function in add]
-    for layer in layers:
-        layer.layers[0].weight = weight
-    return layers
+    return [first, nn.Linear(8, 8), last]
 
 
 ARCHITECTURES: dict[str, Any] = {
     "complex": lambda: [
         nn.Linear(8, 8), Using(lambda x: torch.complex(x, x * 2)), Using(lambda x: x.abs())
     ],
-    "tied: sums of three": added,
-    "tied: idle": lambda: tied(nn.Linear(8, 8, bias=False), Idle(8, 8)),
-    "tied: sparse": lambda: tied(nn.Embedding(9, 8, sparse=True), nn.Linear(8, 8)),
-    "tied: first one detached, middle frozen": lambda: [
-        (layers := tied(nn.Embedding(9, 8), nn.Linear(8, 8).requires_grad_(False)))[0],
-        nn.Sequential(Using(lambda x: x.detach()), layers[1]), layers[2],
-    ],
+    "tied, sparse": tied,
 }  # fmt: skip
 
 
@@ -219,7 +192,8 @@ def test_saved_tensor_hooks_of_the_caller(run, checkpoint):
         with context:
             steps.append(pipe_step(pipe, x, target, loss_fn=F.mse_loss, schedule=run))
     assert packed
-    assert_same_step(*steps, exact=run != "zb_h1")  # which does not split with hooks
+    rounded = ("parameter_grads",) if run == "zb_h1" else ()  # which does not split with hooks
+    assert_same(*steps, rounded=rounded)
 
 
 @some_runs
