@@ -488,7 +488,8 @@ def test_deepspeeds_gpt_computes_and_trains_as_the_plain_one(balance: list[int])
     assert list(pipe.state_dict()) == list(plain.state_dict())
     assert [n for n, _ in pipe.named_parameters()] == [n for n, _ in plain.named_parameters()]
     plain.load_state_dict(pipe.state_dict())
-    assert_same(step(pipe, pipe, TOKENS), step(in_turn(plain, 3), plain, TOKENS))
+    expected = step(in_turn(plain, 3), plain, TOKENS)
+    assert_same(step(pipe, pipe, TOKENS), expected, rounded=["parameter_grads"])
     for model in (pipe, plain):
         model.zero_grad()
 

@@ -71,7 +71,8 @@ def test_one_worker_keeps_the_plain_models_order_in_pipe_of_x():
     plain = nn.Sequential(norm, nn.Linear(2, 2), norm)
     pipe = Pipe(copy.deepcopy(plain), [1, 1, 1], devices=["cpu"] * 3, chunks=2)
     x = torch.randn(4, 2)
-    assert_same(step(pipe, pipe, x), step(in_turn(plain, 2), plain, x))
+    expected = step(in_turn(plain, 2), plain, x)
+    assert_same(step(pipe, pipe, x), expected, rounded=["parameter_grads"])
     with pytest.raises(ValueError, match="running_mean"):
         pipe.train_batch(x, loss_fn=torch.mean)
 

@@ -18,6 +18,7 @@ from tests.support.running import (
     beside,
     in_threads,
     pipe_of,
+    trained,
     weigh,
 )
 
