@@ -117,7 +117,8 @@ def auto(
         except BaseException as error:
             pipe, failed = None, str(error).partition("\n")[0]
             move_layers(list(layers), homes)
-            if not _is_out_of_memory(error):
+            on_cpu = "can't allocate memory" in str(error)
+            if not on_cpu and not isinstance(error, torch.OutOfMemoryError):
                 raise
         else:
             if verbose:
@@ -262,10 +263,6 @@ def _mean(output: Any) -> Tensor:
             "give Pipe.auto the loss_fn=, and target= if it takes one"
         )
     return torch.stack([one.float() for one in found]).sum()
-
-
-def _is_out_of_memory(error: BaseException) -> bool:
-    return isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in str(error)
 
 
 def _report(found: Plan, used: dict[str, int], part: float) -> str:
