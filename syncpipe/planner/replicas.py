@@ -68,34 +68,30 @@ def replicated(
         return torch.maximum(torch.maximum((work - work[:-1, None]) / m, exchanged), sent)
 
     costs = [cost(m) for m in range(1, machines + 1)]
-    table, _ = least_largest(number, machines, machines, lambda _, m: costs[m - 1])
+    least, _ = least_largest(number, machines, machines, lambda _, m: costs[m - 1])
     # What differs by rounding alone is as fast: the fewest stages, and then the fewest bytes.
-    limit = float(table[machines, 0]) * (1 + 1e-12)
+    limit = least * (1 + 1e-12)
     each = 1 + crossing[:, None] / (2 * float(crossing.sum()) or 1.0)
     counted = [each.masked_fill(cost > limit, math.inf) for cost in costs]
     _, stages = least_largest(
         number, machines, machines, lambda _, m: counted[m - 1], lambda own, after, _: own + after
     )
-    return stages(machines)
+    return stages
 
 
 def least_largest(
-    layers: int,
-    devices: int,
-    width: int,
-    cost: Callable[[int, int], Tensor],
+    layers: int, devices: int, width: int, cost: Callable[[int, int], Tensor],
     both: Callable[[Tensor, Tensor, int], Tensor] = lambda own, after, _: torch.maximum(own, after),
-) -> tuple[Tensor, Callable[[int], tuple[tuple[int, int, int], ...]]]:
-    """The cuts whose most costly stage costs least, by the number of devices that are used.
+) -> tuple[float, tuple[tuple[int, int, int], ...]]:  # fmt: skip
+    """The cut whose most costly stage costs least, with all devices in use.
 
     ``width`` devices at most share a stage. ``cost`` is that of stages that begin with so many
     devices left, on so many of these: ``[L, L + 1]``, of the layers from ``i`` up to ``j``;
     ``both`` that of a stage and those after it, with so many devices left.
 
     Returns:
-        For each number of devices and each boundary the least cost from there to the end,
-        ``[devices + 1, L + 1]``; and what tells the stages for a number of devices: first layer,
-        end, devices.
+        What it costs; and for each stage its first layer, its end and its devices. There are no
+        stages if the cost is infinite.
     """
     empty = torch.ones(layers, layers + 1).tril().bool()
     none = torch.full((layers + 1,), math.inf, dtype=torch.float64)
@@ -111,13 +107,9 @@ def least_largest(
             used[:-1] = torch.where(better, d, used[:-1])
         table.append(best)
         went.append((end, used))
-
-    def stages(k: int) -> tuple[tuple[int, int, int], ...]:
-        found, i = list[tuple[int, int, int]](), 0
-        while i < layers:
-            j, d = (int(column[i]) for column in went[k])
-            found.append((i, j, d))
-            i, k = j, k - d
-        return tuple(found)
-
-    return torch.stack(table), stages
+    least, found, i, k = float(table[devices][0]), list[tuple[int, int, int]](), 0, devices
+    while i < layers and least < math.inf:
+        j, d = (int(column[i]) for column in went[k])
+        found.append((i, j, d))
+        i, k = j, k - d
+    return least, tuple(found)

@@ -146,9 +146,8 @@ class Program:
             # Of equally good ones that where this stage has least.
             return torch.maximum(own, after) + 2 * ways(k) + 1e-7 * own
 
-        table, stages = least_largest(len(at) - 1, n, 1, cost, both)
-        value = float(table[n, 0]) * (1 - 1e-7 * n)
-        return value, [0, *(at[j] for _, j, _ in stages(n))] if value < math.inf else []
+        value, stages = least_largest(len(at) - 1, n, 1, cost, both)
+        return value * (1 - 1e-7 * n), [at[i] for i, _, _ in stages] + [at[-1]] * bool(stages)
 
     def _bounds(
         self, at: tuple[int, ...], asked: tuple[int, int] | None, first: bool, limit: float,
@@ -615,8 +614,8 @@ def _least_share(terms: Terms, m: int, n: int) -> tuple[float, Balance]:
     def share(k: int, _: int) -> Tensor:
         return needs(k == n, machine.speed[n - k]) / machine.memory[n - k]
 
-    table, stages = least_largest(count, n, 1, share)
-    return float(table[n, 0]), tuple(j - i for i, j, _ in stages(n))
+    least, stages = least_largest(count, n, 1, share)
+    return least, tuple(j - i for i, j, _ in stages)
 
 
 def shortage(terms: Terms, *, chunks: Chunks = None, stages: int | None = None) -> str | None:
