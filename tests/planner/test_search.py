@@ -109,12 +109,20 @@ def test_more_is_never_slower(kind: str, seed: int, more: float) -> None:
         assert found.time <= fewer.time * 1.005
 
 
-def test_tight_memory_with_chunks_given_has_slots_between_the_textbooks_and_one() -> None:
-    """This took 9.94 s, where 5.45 s fit."""
-    found = best(random_profile(200, "x1"), Machine.even(16, 669e6, 12e9), 512, chunks=16)
+@pytest.mark.parametrize(
+    ("profile", "devices", "memory", "chunks", "time"),
+    [
+        (random_profile(200, "x1"), 16, 669e6, 16, 5.2),  # 9.94, where 5.45 fit
+        (random_profile(50, "x0", skips=20), 8, 510e6, 128, 0.7175),  # 0.734, where 0.713 fit
+    ],
+)
+def test_tight_memory_has_slots_between_those_that_hide_transfers_the_textbooks_and_one(
+    profile: Profile, devices: int, memory: float, chunks: int, time: float
+) -> None:
+    found = best(profile, Machine.even(devices, memory, 12e9), 512, chunks=chunks)
     assert found is not None
-    assert found.time < 5.2
-    assert 1 < found.form.in_flight[0] < 16
+    assert found.time < time
+    assert 1 < found.form.in_flight[0] < 2 * devices - 1
 
 
 def test_skips_that_wait_leave_room_for_a_plan_with_fewer_in_flight() -> None:
@@ -149,6 +157,7 @@ def test_a_draft_is_what_is_simulated_and_no_faster_than_its_bound(
     played = simulate(one_f_one_b(m, n, slots=slots), costs, form.recomputed(modes))
     assert draft.time == pytest.approx(played.makespan)
     assert terms.bound(form, balance, costs, modes) <= draft.time * (1 + 1e-9)
+    assert terms.draft(form, balance, modes, at_most=draft.time) == draft
     assert all(map(int.__le__, played.in_flight, slots))
     stages = enumerate(zip(draft.ends, slots, modes, strict=True))
     chain = terms.chain(m)
