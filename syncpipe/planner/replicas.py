@@ -100,16 +100,16 @@ def least_largest(
         best, end, used = none.clone(), none.clone(), none.clone()
         for d in range(1, min(k, width) + 1):
             own = cost(k, d).masked_fill(empty, math.inf)
-            value, j = both(own, table[k - d], k).min(1)
+            value, at = both(own, table[k - d], k).min(1)
             better = value < best[:-1]
             best[:-1] = torch.where(better, value, best[:-1])
-            end[:-1] = torch.where(better, j, end[:-1])
+            end[:-1] = torch.where(better, at, end[:-1])
             used[:-1] = torch.where(better, d, used[:-1])
         table.append(best)
         went.append((end, used))
     least, found, i, k = float(table[devices][0]), list[tuple[int, int, int]](), 0, devices
     while i < layers and least < math.inf:
-        j, d = (int(column[i]) for column in went[k])
-        found.append((i, j, d))
-        i, k = j, k - d
+        j, r = (int(column[i]) for column in went[k])
+        found.append((i, j, r))
+        i, k = j, k - r
     return least, tuple(found)
