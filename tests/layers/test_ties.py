@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from syncpipe import Pipe
+from syncpipe.layers.ties import find_ties
 from tests.support.models import assert_same, in_turn, step
 
 
@@ -20,6 +21,18 @@ def pair(first: nn.Module, second: nn.Module, **options: Any) -> Pipe:
 def tied(first: nn.Module, second: nn.Module) -> tuple[nn.Module, nn.Module]:
     second.weight = first.weight
     return first, second
+
+
+def test_a_tie_knows_its_places_in_order_and_the_first_is_the_owner():
+    b, c = tied(nn.Linear(2, 2), nn.Linear(2, 2))
+    parts = [nn.Sequential(nn.Linear(2, 2)), nn.Sequential(b), nn.Sequential(nn.Sequential(c, b))]
+    weight, bias = find_ties(parts)
+    assert weight.tensor is b.weight
+    assert weight.owner == 1
+    assert weight.stages == (1, 2)
+    assert [place.full_name for place in weight.places] == ["0.weight", "0.0.weight", "0.1.weight"]
+    assert [place.full_name for place in bias.places] == ["0.bias", "0.1.bias"]
+    assert find_ties([nn.Sequential(b, nn.Sequential(b)), nn.Sequential(nn.ReLU())]) == []
 
 
 class Writes(nn.Linear):
