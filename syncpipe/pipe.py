@@ -265,6 +265,11 @@ class Pipe(ModelNames):
                     stacklevel=outside(),
                 )
         if list(self._modules.items()) != list(self._layout.layers.items()):
+            if new := self._modules.keys() - self._layout.layers.keys():
+                raise ValueError(
+                    f"the pipe was given another module, {', '.join(sorted(new))}, and its modules "
+                    "are its layers: del it, and keep it elsewhere, or make another Pipe"
+                )
             self._change(layers=dict(self._modules))
         return self._layout
 

@@ -123,6 +123,8 @@ AUTO = r"pipe\.trace\(\).*schedules\.auto\("
         (two("time", devices=CPUS), ValueError, "give Pipe a sample="),
         (two("uniform", sample=X, devices=CPUS), ValueError, "sample= is what balance='time'"),
         (lambda: torch.jit.script(a_pipe()), TypeError, r"jit\.script\(pipe\[:\]\)"),
+        (lambda: setattr(pipe := a_pipe(), "loss", nn.MSELoss()) or pipe(X), ValueError,
+         "another module, loss, .*: del it, and keep it elsewhere"),
         (lambda: a_pipe().trace().table(), RuntimeError, r"`with pipe\.trace\(\) as trace:`"),
     ],
 )  # fmt: skip
