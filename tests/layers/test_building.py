@@ -25,6 +25,7 @@ from syncpipe.balance import (
     balance_uniform,
     profile,
 )
+from syncpipe.balance import measure as measuring
 from tests.support.compare import assert_same
 from tests.support.models import in_turn, step
 from tests.support.running import Using
@@ -297,6 +298,18 @@ def test_a_balance_is_found_without_building_all(balance: Callable[[Any], list[i
         assert balance([LayerSpec(OnHost, WIDTH)] * 8) == [4, 4]
         assert torch.equal(torch.get_rng_state(), drawn)
         assert host.most <= 2 * one  # profile: and its copy
+
+
+def test_time_is_measured_window_by_window(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(measuring, "WINDOW", 1)  # bytes: each layer is one
+    with HostBytes() as host:
+        layer, x = OnHost(64), torch.randn(2, 64)
+        layer(x).sum().backward()
+        del layer
+        one, host.most = host.most, 0
+        found = profile([LayerSpec(OnHost, 64)] * 8, x, timeout=0.0, device="cpu")
+        assert host.most < 4 * one
+    assert all(layer.forward[2] > 0 for layer in found.layers)
 
 
 def test_they_are_balanced_and_measured_as_layers_would_be() -> None:
