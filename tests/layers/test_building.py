@@ -26,8 +26,9 @@ from syncpipe.balance import (
     profile,
 )
 from syncpipe.balance import measure as measuring
+from syncpipe.skip import Namespace
 from tests.support.compare import assert_same
-from tests.support.models import in_turn, step
+from tests.support.models import Receive, Send, in_turn, step
 from tests.support.running import Using
 from tests.support.training import assert_trains_as
 
@@ -236,6 +237,16 @@ def test_the_same_spec_stands_for_another_layer_each_time() -> None:
     pipe.b = LayerSpec(nn.Tanh)  # a layer that is set by name
     pipe(torch.randn(2, 3))
     assert type(pipe.b) is nn.Tanh
+
+
+def test_a_spec_may_stash_and_pop() -> None:
+    space = Namespace()
+    send, receive = (lambda kind=kind: kind().isolate(space) for kind in (Send, Receive))
+    layers = [LayerSpec(send), torch.tanh, LayerSpec(receive)]
+    x = torch.randn(4, 4, 3)
+    assert torch.equal(Pipe(layers, [1, 2], chunks=2)(x), x.tanh() + x)
+    with pytest.raises(TypeError, match="no later layer pops it"):
+        Pipe(layers[:2], [1, 1])
 
 
 def test_a_spec_shows_what_it_builds() -> None:
