@@ -50,9 +50,11 @@ class Initialization:
         if init_fn is not None and not callable(init_fn):
             raise TypeError(f"init_fn={init_fn!r}: must be a function that initialises a module")
         if seed is not None:
-            if not hasattr(seed, "__index__"):
+            if isinstance(seed, bool) or not hasattr(seed, "__index__"):
                 raise TypeError(f"seed={seed!r}: must be an integer")
             seed = operator.index(seed)
+            if not 0 <= seed < 2**64:
+                raise ValueError(f"seed={seed}: must be at least 0 and less than 2**64")
         for name, value in (("init_fn", init_fn), ("seed", seed)):
             if value is not None and not has_specs(module) and not waiting(module):
                 raise ValueError(

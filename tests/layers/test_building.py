@@ -383,6 +383,8 @@ WRONG: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
         "init_fn=.*nothing to initialise.*meta.*LayerSpec",
     ),
     "nothing to seed": (lambda: Pipe([nn.ReLU()], [1], seed=1), ValueError, "seed=1: there is"),
+    "seed of truth": (made_of(nn.ReLU, seed=True), TypeError, "seed=True: must be an"),
+    "seed below": (made_of(nn.ReLU, seed=-1), ValueError, "seed=-1: must be at least 0"),
     "seed of words": (made_of(nn.ReLU, seed="a"), TypeError, "seed='a': must be an int"),
 }
 
