@@ -10,7 +10,7 @@ import json
 import math
 import os
 from collections.abc import Iterable, Mapping
-from dataclasses import MISSING, asdict, dataclass, field, fields
+from dataclasses import MISSING, asdict, dataclass, field, fields, replace
 from itertools import pairwise
 from numbers import Real
 from pathlib import Path
@@ -99,6 +99,7 @@ class Profile:
         skips: what goes from layer to layer beside the chain.
         input_bytes: what the first layer is given, by samples.
         device: where it was measured, or for what it was estimated, in words; empty if unknown.
+        whole: how many samples were measured is unknown: all numbers are for 1, a mini-batch.
         source: where the times are from: ``"measured"``, ``"estimated"``, ``"sizes"`` if only sizes
             were counted, and times, if there are any, were put in later; empty if unknown.
         spread: by what part of them measured times are uncertain; 0 if unknown.
@@ -109,6 +110,7 @@ class Profile:
     skips: tuple[SkipProfile, ...] = ()
     input_bytes: BySize = field(default_factory=dict)
     device: str = ""
+    whole: bool = False
     source: str = ""
     spread: float = 0.0
     load_average: float = 0.0
@@ -170,14 +172,27 @@ class Profile:
         """The sizes of a micro-batch, in samples, that were measured; ascending."""
         return tuple(sorted(self.layers[0].forward))
 
+    def of(self, samples: int) -> Profile:
+        """Return a profile of one mini-batch of unknown size as one of so many samples."""
+        if not self.whole:
+            return self
+        known = ("forward", "backward", "output_bytes", "stored_bytes")
+        layers = []
+        for layer in self.layers:
+            more: dict[str, Any] = {key: {samples: getattr(layer, key)[1]} for key in known}
+            layers.append(replace(layer, **more))
+        return replace(self, layers=tuple(layers), whole=False)
+
     @classmethod
-    def from_list(cls, entries: Iterable[Mapping[str, Any]], *, samples: int) -> Profile:
+    def from_list(
+        cls, entries: Iterable[Mapping[str, Any]], *, samples: int | None = None
+    ) -> Profile:
         """Make a profile from one entry for each layer, measured on one batch.
 
         Args:
             entries: each with ``name``, ``forward_ms``, ``backward_ms``, ``activation_bytes`` (its
                 output), ``parameter_bytes`` and ``stored_bytes``; anything else is left aside.
-            samples: how many were in the batch.
+            samples: how many were measured; if unknown, those of the mini-batch to plan for.
 
         Raises:
             ValueError: an entry lacks something, or a number is none or negative.
@@ -192,11 +207,12 @@ class Profile:
             forward, backward, output, parameters, stored = (entry[key] for key in _ENTRY)
             layers.append(
                 LayerProfile(
-                    entry["name"], {samples: forward / 1e3}, {samples: backward / 1e3},
-                    {samples: output}, {samples: stored}, parameter_bytes=parameters,
+                    entry["name"], {1: forward / 1e3}, {1: backward / 1e3}, {1: output},
+                    {1: stored}, parameter_bytes=parameters,
                 )
             )  # fmt: skip
-        return cls(tuple(layers))
+        found = cls(tuple(layers), whole=True)
+        return found if samples is None else found.of(samples)
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write a JSON file that :meth:`load` reads."""
@@ -212,18 +228,16 @@ class Profile:
         """
         try:
             data = json.loads(Path(path).read_text(encoding="utf-8-sig"))
-            if isinstance(data, list) != (samples is not None):
-                raise ValueError(
-                    f"samples={samples}: how many were measured is to be given for a list of "
-                    "entries, and only for that"
-                )
-            if samples is not None:
+            if isinstance(data, list):
                 return cls.from_list(data, samples=samples)
             if data.pop("syncpipe_profile") != _VERSION:
                 raise ValueError(f"syncpipe_profile is not {_VERSION}")
             for key, kind in (("layers", LayerProfile), ("skips", SkipProfile)):
                 data[key] = [_read(kind, entry) for entry in data[key]]
-            return _read(cls, data)
+            found = _read(cls, data)
+            if samples is not None and not found.whole:
+                raise ValueError(f"samples={samples}: it says itself how many were measured")
+            return found if samples is None else found.of(samples)
         except (AttributeError, LookupError, RecursionError, TypeError, ValueError) as error:
             raise ValueError(
                 f"{path} is no profile ({type(error).__name__}: {error}): it must be JSON that "
@@ -248,7 +262,12 @@ class Profile:
         ends = [(skip, layers[skip.stash].name, layers[skip.pop].name) for skip in self.skips]
         skips = (f"skip {s.name}: {a} to {b}, {in_bytes(s.bytes[n])}" for s, a, b in ends)
         return "\n".join(
-            [count(n, "sample") + f", {self.how}" * bool(self.how), *columns(rows), *skips]
+            [
+                ("one mini-batch" if self.whole else count(n, "sample"))
+                + f", {self.how}" * bool(self.how),
+                *columns(rows),
+                *skips,
+            ]
         )
 
     def __str__(self) -> str:

@@ -142,7 +142,7 @@ class Terms:
     ) -> None:
         if batch_size < 1:
             raise ValueError(f"batch_size={batch_size}: a mini-batch has at least one sample")
-        self.profile = profile
+        self.profile = profile.of(batch_size)
         self.machine, self.batch_size, self.param_scale = machine, batch_size, param_scale
         self._chains: dict[int, Chain] = {}
         #: Under 1F1B: what became of micro-batches, slots and balance.

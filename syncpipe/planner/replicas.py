@@ -53,6 +53,7 @@ def replicated(
     Returns:
         For each stage its first layer, the layer after its last, and on how many machines it is.
     """
+    profile = profile.of(samples)
     layers, number = profile.layers, len(profile.layers)
     took = [interpolate(x.forward, samples) + interpolate(x.backward, samples) for x in layers]
     trained = [float(x.parameter_bytes - x.frozen_bytes) for x in layers]
