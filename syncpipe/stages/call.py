@@ -224,12 +224,11 @@ class Call(MiniBatch):
             self._stand_in_for_hooked()
         self.ties: CallTies | None = None
         self.replicas: CallReplicas | None = None
+        self._wait_for_caller()  # what follows copies weights that it has just updated, perhaps
         if ties := pipeline.shared.find():
             check_replicas(ties, list(map(len, pipeline.numbers)))
-            self._wait_for_caller()
             self.ties = CallTies(self, ties, in_order=graph)
         if len(pipeline.stages) > pipeline.n:
-            self._wait_for_caller()
             self.replicas = CallReplicas(self)
         shallow: dict[Any, Any] = {}
         if any(self.instead):
@@ -451,14 +450,14 @@ class Call(MiniBatch):
         for i, value in enumerate(values):
             j = numbers[i % len(numbers)]
             source = self.lane_of[j]
-            self.release_to_caller(j, value)
             if not same_memory(source.device, target.device):
                 value, event = sent(source, target, value)
                 target.receive(event, tensors_in(value))
                 self.caller_of[j].wait_for(source)  # it may be what the caller gave
+                j = results
+            self.release_to_caller(j, value)
             found.append(value)
         self.caller_of[results].wait_for(target)
-        self.release_to_caller(results, found)
         return found
 
 

@@ -43,7 +43,7 @@ SHAPES: dict[str, tuple[list[int], list[int], Callable[[], list[Any]]]] = {
     "data parallel": ([7], [4], LAYOUTS["four"]),
     "in rounds": ([2, 2, 2, 1], [2] * 4, places(torch.device, 0, 1, 2, 3, 0, 1, 2, 3)),
     "three and one": ([4, 3], [3, 1], places(torch.device, 3, 1, 0, 2)),
-    "by hand": ([4, 3], [2, 2], places(Worker, 0, 1, 1, 1)),
+    "by hand": ([4, 3], [2, 2], places(Worker, 0, 1, 1, 2)),
 }
 
 

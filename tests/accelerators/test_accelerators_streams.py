@@ -17,12 +17,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from syncpipe import inline
+from syncpipe import Pipe, inline
 from syncpipe.runtime.streams import AcceleratorStreams
 from tests import simulated
 from tests.accelerators.four import MODES, SHAPES, WIDTH, model, pipe_of
 from tests.support import accelerator as acc
-from tests.support.running import raising
+from tests.support.running import Do, raising
 
 pytestmark = pytest.mark.gpu
 
@@ -348,3 +348,33 @@ def test_a_trace_waits_for_nothing_that_it_does_not_need(by_hand, checkpoint):
     kinds = {span.kind for span in trace.spans}
     assert kinds >= {"forward", "backward", "transfer"}
     assert ("recompute" in kinds) == (checkpoint == "always")
+
+
+@pytest.mark.parametrize("graph", [False, True])
+def test_layers_run_where_their_own_device_is_the_current_one(graph):
+    seen = []
+    note = Do(lambda x: seen.append((torch.accelerator.current_device_index(), x.device.index)))
+    devices = [acc.device(1), acc.device(0)]
+    pipe = Pipe(nn.Sequential(note, note), [1, 1], devices=devices, chunks=2)
+    with inline(graph=graph):
+        pipe(torch.ones(4, 2, device=devices[0]))
+    assert sorted(seen) == sorted([(d.index, d.index) for d in devices] * 2)
+
+
+@pytest.mark.skipif(acc.count() < 4, reason="needs four accelerators")
+def test_what_replicas_on_streams_of_their_own_gave_may_be_used_at_once():
+    pipe = pipe_of(model(), "by hand", checkpoint="never")
+    acc.synchronize()
+    for _ in range(2):
+        x = torch.randn(ROWS, WIDTH, dtype=torch.float64, device=pipe.devices[0])
+        target = torch.randn(ROWS, WIDTH, dtype=torch.float64, device=pipe.devices[-1])
+        loss, output = pipe.train_batch(x, target, loss_fn=F.mse_loss, return_outputs=True)
+        overwrite(loss, output, pipe.eval_batch(x, target, loss_fn=F.mse_loss), pipe.eval_batch(x))
+        x.requires_grad_()
+        output = pipe(x)
+        output.sum().backward()
+        overwrite(x.grad, output.detach(), x.detach(), target)
+        with torch.no_grad():
+            for parameter in pipe.parameters():
+                parameter.sub_(parameter.grad)
+                parameter.grad = None
