@@ -148,6 +148,8 @@ class CallerState:
         level, _ = map(call, (torch.autocast_increment_nesting, torch.autocast_decrement_nesting))
         self.nested = level > 1
         self.function_modes: list[Any] = _get_current_function_mode_stack()  # type: ignore[no-untyped-call]
+        devices = [vars(mode) for mode in self.function_modes if isinstance(mode, DeviceContext)]
+        self._devices = [(attributes, dict(attributes)) for attributes in devices]
         self.transformed = (
             _C._functorch.peek_interpreter_stack() is not None
             or _C._get_tracing_state() is not None  # torch.jit.trace
@@ -161,6 +163,14 @@ class CallerState:
             or self.transformed
             or _C._current_graph_task_id() != -1  # in backward, which must not wait
         )
+
+    def leave_devices(self) -> None:
+        """Lets ``torch.set_default_device(None)`` of the caller end what is in force.
+
+        PyTorch's checkpoint enters that object again, which would then put itself back for ever.
+        """
+        for attributes, before in self._devices:
+            attributes.update(before)
 
     @contextmanager
     def applied(self) -> Iterator[None]:

@@ -322,6 +322,7 @@ class Call(MiniBatch):
             run = partial(engine.run, steps, task.bind, self.state, inline=inline)
             outside_of_turn(run if inline else partial(process_settled, run))
         finally:
+            self.state.leave_devices()
             for offload in self._offloads.values():
                 offload.let_go()
             for lane, caller in zip(self.lanes, self._callers, strict=True):

@@ -20,10 +20,11 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.overrides import TorchFunctionMode
 from torch.profiler import ProfilerActivity, _ExperimentalConfig, profile
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
 
 from syncpipe import is_recomputing
 from tests.support.models import in_turn
-from tests.support.running import MODES, Do, assert_same, pipe_of, trained, weigh
+from tests.support.running import MODES, Do, Using, assert_same, pipe_of, trained, weigh
 
 BF16 = torch.bfloat16
 
@@ -312,6 +313,19 @@ def test_what_layers_set_for_a_while_in_the_whole_process_is_put_back():
     before = settings()
     pipe_of(nn.Sequential(Do(ends_first), Do(ends_last)), chunks=2)(torch.ones(2, 1))
     assert settings() == before
+
+
+@pytest.mark.parametrize("devices", [["cpu", "cpu"], ["cpu:0", "cpu:1"]])
+@pytest.mark.filterwarnings("ignore:loss_fn gives")
+@pytest.mark.parametrize("driver", DRIVERS)
+def test_a_default_device_can_be_unset_where_layers_are_checkpointed_by_pytorch(driver, devices):
+    blocks = [Using(lambda x, f: checkpoint(f, x, use_reentrant=False), nn.Linear(6, 6))] * 2
+    pipe = pipe_of(nn.Sequential(*map(copy.deepcopy, blocks)), devices=devices)
+    x = torch.randn(8, 6)
+    torch.set_default_device("meta")
+    DRIVERS[driver](pipe, x)
+    torch.set_default_device(None)
+    assert torch._C._len_torch_function_stack() == 0
 
 
 @pytest.fixture
