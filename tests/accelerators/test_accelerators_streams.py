@@ -331,6 +331,7 @@ def test_an_iterator_is_asked_on_the_callers_streams(driver, layout):
     def pairs() -> Iterator[tuple[Tensor, Tensor]]:
         for _ in range(4):
             seen.append([torch.accelerator.current_stream(s.device) for s in user.streams])
+            assert torch.accelerator.current_device_index() == user.pipe.devices[0].index
             yield user.made(0), user.made(-1)
 
     with user.on(user.streams):
