@@ -54,7 +54,7 @@ __all__ = [
 _LONG, _SHORT, _CELLS = 300_000, 30_000, 4096
 #: So many drafts are improved, with so many actions to play for all and for each, if they are at
 #: most so many times as slow as the best.
-_IMPROVED, _WORK, _EACH, _PROMISING = 32, 600_000, 100_000, 1.2
+_IMPROVED, _WORK, _EACH, _PROMISING = 32, 600_000, 100_000, 1.3
 #: Slots near others have so many more.
 _NEAR = (0, 1, 2, -1)
 _MOST_DEVICES = 64
@@ -215,7 +215,7 @@ def search(
     so a plan on fewer devices is among those for more, and the numbers of micro-batches are the
     same for any memory. One stage is one device that takes micro-batches one after another.
 
-    The best of each cut are improved, and then what is cut anew for slots near those of the best of
+    The best of each cut and of what its stages do with activations are improved, and then what is cut anew for slots near those of the best of
     all, as long as that helps.
 
     Returns:
@@ -247,9 +247,9 @@ def search(
         return search(terms, **choice, boundaries=layers)
     best, before, work = dict[int, Draft](), math.inf, _WORK
     while found:
-        cuts = dict[tuple[int, Balance], Draft]()
+        cuts = dict[Any, Draft]()
         for draft in sorted(found, key=_rank):
-            cuts.setdefault((draft.chunks, draft.balance), draft)
+            cuts.setdefault((draft.chunks, draft.balance, draft.modes), draft)
             best.setdefault(len(draft.balance), draft)
         for draft in [*cuts.values()][:_IMPROVED] if improve else ():
             if draft.time < fastest * _PROMISING:
@@ -291,7 +291,7 @@ def _drafts(
     for slots in dict.fromkeys(families):
         balance = program.cut(n, slots)[1] if fastest > enough * (1 + NOTICED) else ()
         caps = (slots or (m,) * n, *_families(n, m)[1:4], *more)
-        fitting = (_fitting(terms, balance, m, modes, cap) for cap in caps for modes in (1, 2))
+        fitting = (_fitting(terms, balance, m, part, cap) for cap in caps for part in (0, 0.5, 1))
         for some in dict.fromkeys(filter(None, fitting)):
             form, at_most = one_f_one_b_form(m, some), fastest * _PROMISING
             draft = terms.draft(form, balance, at_most=at_most)
@@ -301,18 +301,18 @@ def _drafts(
     return found
 
 
-def _fitting(terms: Terms, balance: Balance, m: int, modes: int, limits: Slots) -> Slots | None:
-    """For each stage as many slots as fit where it stores, or recomputes if two modes are possible;
-    never more than for the stage before.
+def _fitting(terms: Terms, balance: Balance, m: int, part: float, limits: Slots) -> Slots | None:
+    """For each stage as many slots as fit; never more than for the stage before. It stores, or
+    recomputes where storing leaves it with less than this part of them.
     """
     chain, slots = terms.chain(m), list[int]()
     for s, (i, j) in enumerate(ends_of(balance)):
         most = min([limits[s], *slots[-1:]])
-        for mode in terms.modes[:modes]:
+        for mode in terms.modes[:2]:
             q = most
             while q and chain.memory(i, j, q, (*slots, q)[0], mode) > terms.machine.memory[s]:
                 q -= 1
-            if q == most:
+            if q >= part * most:
                 break
         if not q:
             return None
@@ -384,7 +384,7 @@ def _neighbours(terms: Terms, draft: Draft) -> Iterator[tuple[Balance, Slots | N
                     moved[a] -= 1
                     moved[b] += 1
                     yield tuple(moved), slots
-                    fewer = slots and _fitting(terms, tuple(moved), m, 1, slots)
+                    fewer = slots and _fitting(terms, tuple(moved), m, 0, slots)
                     if fewer and fewer != slots:
                         yield tuple(moved), fewer
 

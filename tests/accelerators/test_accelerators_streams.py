@@ -216,6 +216,10 @@ def take_turns(user: User) -> None:
         for leaf in user.leaves():
             leaf.grad = None
 
+    def differentiate() -> None:
+        loss = user.pipe(user.made(0)).square().sum()
+        overwrite(*torch.autograd.grad(loss, [*user.pipe.parameters()]))
+
     @torch.no_grad()
     def look() -> None:
         user.pipe(user.made(0)).sum()
@@ -226,7 +230,7 @@ def take_turns(user: User) -> None:
 
     uses: list[tuple[Callable[..., None], list[Any]]] = [
         (train, [False]), (train, [True]), (look, []), (evaluate, [None]),
-        (evaluate, [user.criterion]),
+        (evaluate, [user.criterion]), (differentiate, []),
     ]  # fmt: skip
     for use, options in uses:
         turns = [user.others() for _ in range(3)]
