@@ -10,6 +10,7 @@ import subprocess
 import sys
 import textwrap
 import threading
+import traceback
 import weakref
 from contextlib import contextmanager
 
@@ -40,6 +41,8 @@ def in_child(function):
             signal.alarm(20)
             function()
             status = 0
+        except BaseException:
+            traceback.print_exc()
         finally:
             os._exit(status)
     return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
