@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from syncpipe import Pipe, inline
 from syncpipe.runtime.streams import AcceleratorStreams
+from syncpipe.runtime.worker import Worker
 from tests import simulated
 from tests.accelerators.four import MODES, SHAPES, WIDTH, model, pipe_of
 from tests.support import accelerator as acc
@@ -383,3 +384,18 @@ def test_what_replicas_on_streams_of_their_own_gave_may_be_used_at_once():
             for parameter in pipe.parameters():
                 parameter.sub_(parameter.grad)
                 parameter.grad = None
+
+
+class Twice(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(F.linear(x, self.weight), self.weight, self.bias)
+
+
+def test_what_a_cell_adds_up_for_a_weight_may_be_used_by_its_worker():
+    """Autograd adds up on the stream on which the weight came into a graph first."""
+    workers = [Worker(acc.device(0)), Worker(acc.device(0))]
+    pipe = Pipe(nn.Sequential(Twice(4, 4), Twice(4, 4)), [1, 1], devices=workers, chunks=3)
+    acc.synchronize()
+    for _ in range(3):
+        loss = pipe(torch.randn(6, 4, device=acc.device(0))).square().sum()
+        overwrite(*torch.autograd.grad(loss, [*pipe.parameters()]))

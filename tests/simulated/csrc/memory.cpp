@@ -114,6 +114,7 @@ struct Devices final : c10::DeviceAllocator {
     memory.stats.active[0].increase(1);
     memory.stats.active_bytes[0].increase(size);
     memory.stats.allocated_bytes[0].increase(size);
+    memory.stats.reserved_bytes[0].increase(size);
     return handed_out(made(size, n, index, stream.id()), &hand_back, device);
   }
 
@@ -199,6 +200,7 @@ struct Devices final : c10::DeviceAllocator {
       if (!reached(block->pending)) return false;
       memory.stats.active[0].decrease(1);
       memory.stats.active_bytes[0].decrease(block->size);
+      memory.stats.reserved_bytes[0].decrease(block->size);
       std::free(block->data);
       delete block;
       return true;
