@@ -394,7 +394,8 @@ class Twice(nn.Linear):
 def test_what_a_cell_adds_up_for_a_weight_may_be_used_by_its_worker():
     """Autograd adds up on the stream on which the weight came into a graph first."""
     workers = [Worker(acc.device(0)), Worker(acc.device(0))]
-    pipe = Pipe(nn.Sequential(Twice(4, 4), Twice(4, 4)), [1, 1], devices=workers, chunks=3)
+    options = {"devices": workers, "chunks": 3, "checkpoint": "always"}
+    pipe = Pipe(nn.Sequential(Twice(4, 4), Twice(4, 4)), [1, 1], **options)
     acc.synchronize()
     for _ in range(3):
         loss = pipe(torch.randn(6, 4, device=acc.device(0))).square().sum()
