@@ -6,6 +6,7 @@ gave and use what they got as soon as a call is over, and drop what they need no
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
@@ -23,7 +24,7 @@ from syncpipe.runtime.worker import Worker
 from tests import simulated
 from tests.accelerators.four import MODES, SHAPES, WIDTH, model, pipe_of
 from tests.support import accelerator as acc
-from tests.support.running import Do, raising
+from tests.support.running import Do, on_gradient, raising
 
 pytestmark = pytest.mark.gpu
 
@@ -400,3 +401,13 @@ def test_what_a_cell_adds_up_for_a_weight_may_be_used_by_its_worker():
     for _ in range(3):
         loss = pipe(torch.randn(6, 4, device=acc.device(0))).square().sum()
         overwrite(*torch.autograd.grad(loss, [*pipe.parameters()]))
+
+
+def test_inline_backward_is_on_the_calling_thread_as_well():
+    seen = set()
+    note = Do(lambda x: on_gradient(x * 1, lambda _: seen.add(threading.get_ident())))
+    devices = [acc.device(0), acc.device(1)]
+    pipe = Pipe(nn.Sequential(nn.Linear(2, 2), note), [1, 1], devices=devices, chunks=2)
+    with inline():
+        pipe.train_batch(torch.ones(4, 2, device=devices[0]), loss_fn=torch.mean)
+    assert seen == {threading.get_ident()}
