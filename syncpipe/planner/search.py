@@ -215,8 +215,8 @@ def search(
     so a plan on fewer devices is among those for more, and the numbers of micro-batches are the
     same for any memory. One stage is one device that takes micro-batches one after another.
 
-    The best of each cut and of what its stages do with activations are improved, and then what is cut anew for slots near those of the best of
-    all, as long as that helps.
+    The best of each cut, and of each choice of what its stages do with activations, are improved,
+    and then what is cut anew for slots near those of the best of all, as long as that helps.
 
     Returns:
         The best for each number of stages that was not left out; empty if nothing fits.

@@ -258,7 +258,8 @@ def check(case: Case) -> None:
         wanted = through(alone.pipe(), alone)
     for k, pair in enumerate(zip(found, wanted, strict=True)):
         coarse = case.calls[k].autocast or "autocast" in case.model.layers
-        tolerance = 0.1 if coarse else 1e-4
+        # Half precision rounds otherwise where gradients are scaled in the end.
+        tolerance = (0.3 if case.calls[k].loss in WEIGHTS else 0.1) if coarse else 1e-4
         assert_same(*pair, f"call {k} ", rounded=rounded[k], rtol=tolerance, atol=tolerance)
 
 
