@@ -25,7 +25,7 @@ from tests.support.models import in_turn
 from tests.support.running import Do, assert_same, in_threads, pipe_of, trained, weigh
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*multi-threaded.*:DeprecationWarning")
-forks = pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork here")
+forks = pytest.mark.skipif("SYNCPIPE_FORKS" not in os.environ, reason="in a process of their own")
 
 
 def model():
@@ -123,6 +123,15 @@ def test_a_pipe_may_be_deleted_by_one_of_its_own_layers():
     assert torch.equal(holder[0](x), x.tanh().tanh())
     gc.collect()
     assert our_threads() == []
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork here")
+def test_in_a_process_that_has_no_threads_of_autograd():
+    """Deep graphs start these, and PyTorch refuses to go back in a child of a process with them."""
+    command = [sys.executable, "-m", "pytest", "-q", "-n0", "-k", "fork", __file__]
+    environment = {**os.environ, "SYNCPIPE_FORKS": "1"}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=200)
+    assert done.returncode == 0, done.stdout
 
 
 @forks
