@@ -80,12 +80,23 @@ def _two_counters() -> nn.Module:
     return nn.Sequential(first, second)
 
 
-def _hooked(register: str, hook: Callable[..., Any], on: str = "") -> Callable[[], nn.Module]:
-    """A linear layer with a hook, of its own or on a parameter."""
+def _hooked(register: str, hook: Callable[..., Any]) -> Callable[[], nn.Module]:
+    """A linear layer with a hook."""
 
     def make() -> nn.Module:
         layer = _linear()
-        getattr(getattr(layer, on) if on else layer, register)(hook)
+        getattr(layer, register)(hook)
+        return Known(layer)
+
+    return make
+
+
+def _parameter_hook(hook: Callable[[Tensor], Tensor]) -> Callable[[], nn.Module]:
+    """A linear layer with a hook on its weight; ``pipe(x)`` may give it None (docs/limits.md)."""
+
+    def make() -> nn.Module:
+        layer = _linear()
+        layer.weight.register_hook(lambda grad: None if grad is None else hook(grad))
         return Known(layer)
 
     return make
@@ -223,7 +234,7 @@ KINDS: dict[str, Kind] = {
     "reentrant": Kind(lambda: Checkpointed(reentrant=True, dropout=False), stores=True),
     # hooks
     "tensor_hook": Kind(lambda: TensorHook(lambda grad: grad * 0.75), stores=True),
-    "parameter_hook": Kind(_hooked("register_hook", lambda grad: grad * 0.5, "weight")),
+    "parameter_hook": Kind(_parameter_hook(lambda grad: grad * 0.5)),
     "forward_hook": Kind(_hooked("register_forward_hook", lambda m, x, y: y * 1.25)),
     "forward_pre_hook": Kind(_hooked("register_forward_pre_hook", lambda m, x: (x[0] * 0.5,))),
     "backward_hook": Kind(
@@ -260,7 +271,7 @@ KINDS: dict[str, Kind] = {
     "slope_dropout": Kind(lambda: Slope(nn.Dropout(0.4)), once=False, draws=True),
     "pipe_dropout": Kind(lambda: piped(nn.Dropout(0.4)), draws=True),
     "noisy_hook": Kind(lambda: TensorHook(_noisy), stores=True, draws=True),
-    "noisy_parameter_hook": Kind(_hooked("register_hook", _noisy, "weight"), draws=True),
+    "noisy_parameter_hook": Kind(_parameter_hook(_noisy), draws=True),
     "fork_rng_hook": Kind(lambda: TensorHook(_forked), stores=True, draws=True),
     # from a tensor to a tree, and back
     "fork": Kind(Fork, once=False),
