@@ -49,6 +49,9 @@ class Structure:
             if issubclass(self.kind, tuple):
                 return self.kind(values)
             made = copy.copy(self.like)
+            for name, held in getattr(made, "__dict__", {}).items():
+                if isinstance(held, dict | list):  # which may be where its entries are
+                    made.__dict__[name] = copy.copy(held)
             for key, value in zip(self.keys, values, strict=True):
                 if issubclass(self.kind, MutableMapping | MutableSequence):
                     made[key] = value
