@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
-from operator import call, setitem
 from typing import Any, TypeVar
 
 import torch
@@ -32,7 +32,7 @@ from syncpipe.options import checked_schedule
 from syncpipe.pipe import Pipe
 from syncpipe.runtime.errors import annotate
 from syncpipe.runtime.graph import nodes_of
-from syncpipe.runtime.interrupts import undone
+from syncpipe.runtime.interrupts import swapped
 from syncpipe.runtime.thread_state import INLINE
 from syncpipe.schedules.named import SCHEDULES, ScheduleLike, build, shown
 from syncpipe.schedules.schedule import Schedule
@@ -99,8 +99,7 @@ def verify(
             f"verify takes a syncpipe.Pipe, not {type(pipe).__name__}: give the pipe itself, "
             "which is .module of what wraps it (DistributedDataParallel, say)"
         )
-    if not len(pipe):
-        raise ValueError("the pipe has no layers: there is nothing to verify")
+    pipe._check_own_calls("verify")
     if not pipe._alone():
         raise ValueError(
             "the pipe is data-parallel, so its gradients are not those of its layers here: verify "
@@ -110,17 +109,15 @@ def verify(
     asked = _schedules(pipe, schedules)
     options = {"loss_fn": loss_fn, "weight": weight, "loss_reduction": loss_reduction}
     with pipe._ready().training:  # nobody trains it meanwhile
-        before = {name: vars(pipe)[name] for name in ("_loss_counts", "_watched")}
 
         def run() -> Report:
-            pipe._loss_counts, pipe._watched = LossCounts(), True
             pipe._source(input, target, None)  # refuses what train_batch would refuse
             pair = input_and_target(input, target)
             return _Check(pipe, *pair, loss, options).report(asked)
 
         # The loss was checked with these arguments, not with others, and the first call of all is
         # still to come.
-        return undone(run, map(setitem, [pipe.__dict__] * 2, before.keys(), before.values()))
+        return swapped([(pipe, "_loss_counts", LossCounts()), (pipe, "_watched", True)], run)
 
 
 def _schedules(pipe: Pipe, asked: Any) -> list[ScheduleLike]:
@@ -171,14 +168,20 @@ class _Check:
 
     def report(self, schedules: list[ScheduleLike]) -> Report:
         self._check_layers()
-        self._check_loss()
+        with self._run("loss of each micro-batch", _LOSS) as run:
+            self._expected(tuple(range(self._m)))
+            if not self._loss_draws:
+                run.comparisons["loss"] = Comparison("different" if self._loss_differs else "equal")
+            if self._loss_differs:
+                self._find(run, "losses differ from that of the mini-batch", "", self._loss_differs)
         self._compare("pipe(x)", tuple(reversed(range(self._m))), self._forward)
         for schedule in schedules:
             name = shown(schedule).strip("'")
             try:
                 plan = build(schedule, self._m, self._pipeline.placement)
             except ValueError as error:
-                self._run(name).not_applicable = str(error)
+                with self._run(name) as run:
+                    run.not_applicable = str(error)
                 continue
             last = [a for row in plan.actions for a in row if a.j == plan.n - 1]
             order = tuple([a.i for a in last if a.kind in ("backward", "backward_input")])
@@ -190,84 +193,64 @@ class _Check:
 
     def _check_layers(self) -> None:
         """Whether each layer gives for micro-batches what it gives for the mini-batch."""
-        run = self._run("micro-batches", _PLAIN)
-        try:
-            failed = self._alone(self._observed)
-        except BaseException as error:
-            annotate(error, "in verify: the plain model, on the whole mini-batch")
-            raise
-        if failed is not None:
-            self._fail(run, failed)
-        if drawing := [str(each.layer) for each in self._seen if each.draws]:
-            self._report.notes.append(
-                f"random numbers are drawn by {', '.join(drawing)}: only the other layers were "
-                "compared on the mini-batch and on its micro-batches"
-            )
-        quiet = [each for each in self._seen if not each.draws]
-        order = ("none", "equal", "rounding", "different")
-        found = [each.comparison for each in quiet]
-        worst = max(found, key=lambda c: (order.index(c.status), c.distance), default=None)
-        run.comparisons["outputs"] = worst or Comparison()
-        if off := next((each for each in quiet if not each.comparison.same), None):
-            what = f"outputs differ from the mini-batch's, {_far(off.comparison)}"
-            self._find(run, what, str(off.layer), off.reason())
-
-    def _check_loss(self) -> None:
-        """Whether the losses of micro-batches make that of the mini-batch."""
-        run = self._run("loss of each micro-batch", _LOSS)
-        if self._tried(run, partial(self._expected, tuple(range(self._m)))) is None:
-            return
-        if not self._loss_draws:
-            run.comparisons["loss"] = Comparison("different" if self._loss_differs else "equal")
-        if self._loss_differs:
-            self._find(run, "losses differ from that of the mini-batch", "", self._loss_differs)
+        cut = self._source(self._pipe.chunks)
+        given = self._source(1).pull(0), [cut.pull(i) for i in range(cut.m)], self._pipe
+        run_layers = partial(observe, self._layers, *given, self._seen)
+        failed = self._alone(run_layers, "on the whole mini-batch")
+        with self._run("micro-batches", _PLAIN) as run:
+            quiet = [each for each in self._seen if not each.draws]
+            off = next((each for each in quiet if not each.comparison.same), None)
+            if off is not None:
+                what = f"outputs differ from the mini-batch's, {_far(off.comparison)}"
+                self._find(run, what, str(off.layer), off.reason())
+            found = [each.comparison for each in ([off] if off else quiet)]
+            worst = max(found, key=lambda comparison: comparison.distance, default=Comparison())
+            run.comparisons["outputs"] = worst
+            if drawing := [str(each.layer) for each in self._seen if each.draws]:
+                self._report.notes.append(
+                    f"random numbers are drawn by {', '.join(drawing)}: only the other layers were "
+                    "compared on the mini-batch and on its micro-batches"
+                )
+            if failed is not None:
+                raise failed
 
     def _compare(self, name: str, order: tuple[int, ...], make: Callable[[], Values]) -> None:
         """Runs the pipe beside the plain model; says what differs, where first, and why."""
-        run = self._run(name)
-        expected = self._tried(run, partial(self._expected, order))
-        threads = self._threads if name == "pipe(x)" else None
-        if threads and self._apart:
-            run.not_applicable = f"its outputs cannot be put together: {self._apart}"
-        elif threads and self._loss_draws:
-            run.not_applicable = "loss_fn draws random numbers, which it does outside of the pipe"
-        if expected is None or run.not_applicable:
-            return
-        made = self._tried(run, partial(self._state.restored, make, self._devices, threads))
-        if made is None:
-            return
-        for column in COLUMNS:
-            run.comparisons[column] = compare(made[column], expected[column], self._rounding)
-        if not run.different:
-            return
-        where, reason = "", "not found: each layer gives the same in the pipe as plainly"
-        names = {name.split(".")[0] for name in run.comparisons["gradients"].names}
-        if culprit := next((each for each in self._seen if each.suspicious), None):
-            where, reason = str(culprit.layer), culprit.reason()
-        elif off := [layer for layer in self._layers if layer.name in names]:
-            where = f"{off[-1]}, by its gradients"  # the last one goes back first
-        column = run.different[0]
-        what = f"{column} differ from the plain model's, {_far(run.comparisons[column])}"
-        self._find(run, what, where, reason)
+        with self._run(name) as run:
+            expected = self._expected(order)
+            threads = self._threads if name == "pipe(x)" else None
+            if threads and self._apart:
+                run.not_applicable = f"its outputs cannot be put together: {self._apart}"
+                return
+            made = self._state.restored(make, self._devices, threads)
+            for column in COLUMNS:
+                run.comparisons[column] = compare(made[column], expected[column], self._rounding)
+            if not run.different:
+                return
+            where, reason = "", "not found: each layer gives the same in the pipe as plainly"
+            names = {name.split(".")[0] for name in run.comparisons["gradients"].names}
+            if culprit := next((each for each in self._seen if each.suspicious), None):
+                where, reason = str(culprit.layer), culprit.reason()
+            elif off := [layer for layer in self._layers if layer.name in names]:
+                where = f"{off[-1]}, by its gradients"  # the last one goes back first
+            column = run.different[0]
+            what = f"{column} differ from the plain model's, {_far(run.comparisons[column])}"
+            self._find(run, what, where, reason)
 
     # --- what is found ---------------------------------------------------------------------------
 
-    def _run(self, name: str, beside: str = _PIPE) -> Run:
-        self._report.runs.append(Run(name, beside, beside == _PIPE))
-        return self._report.runs[-1]
-
-    def _tried(self, run: Run, make: Callable[[], _T]) -> _T | None:
+    @contextmanager
+    def _run(self, name: str, beside: str = _PIPE) -> Iterator[Run]:
+        """A run of the report, which says what it raises."""
+        self._report.runs.append(run := Run(name, beside, beside == _PIPE))
         try:
-            return make()
+            yield run
         except Exception as error:
-            self._fail(run, error)
-            return None
-
-    def _fail(self, run: Run, error: Exception) -> None:
-        words = f"{type(error).__name__}: {error}"
-        notes = "; ".join(getattr(error, "__notes__", ()))
-        run.error = words + (f" ({notes})" if notes else "")
-        self._find(run, f"raised {run.error}", "", _reason_of_error(words, self._seen), words)
+            words = f"{type(error).__name__}: {error}"
+            notes = "; ".join(getattr(error, "__notes__", ()))
+            run.error = words + (f" ({notes})" if notes else "")
+            reason = _reason_of_error(words, self._seen)
+            self._find(run, f"raised {run.error}", "", reason, words)
 
     def _find(self, run: Run, what: str, where: str, reason: str, error: str = "") -> None:
         """One finding for all runs of the pipe in which it is the same."""
@@ -279,47 +262,40 @@ class _Check:
 
     # --- what is run -----------------------------------------------------------------------------
 
-    def _alone(self, run: Callable[[], _T]) -> _T:
+    def _alone(self, run: Callable[[], _T], on: str) -> _T:
         try:
             return self._state.restored(run, self._devices, self._share)
         except BaseException as error:
-            annotate(error, "in the plain model, which verify runs beside the pipe")
+            annotate(error, f"in verify: the plain model, {on}")
             raise
-
-    def _observed(self) -> Exception | None:
-        cut, whole = self._source(self._pipe.chunks), self._source(1).pull(0)
-        pieces = [cut.pull(i) for i in range(cut.m)]
-        return observe(self._layers, whole, pieces, self._pipe, self._seen)
 
     def _expected(self, order: tuple[int, ...]) -> Values:
         if order not in self._made:
-            self._made[order] = self._alone(partial(self._plain, order))
+            self._made[order] = self._alone(partial(self._plain, order), "on micro-batches")
         return self._made[order]
 
     def _plain(self, order: Sequence[int]) -> Values:
         """The plain model, whose micro-batches go back in an order."""
         inputs, given = self._leaves_of_input()
-        source = self._source(self._pipe.chunks, given)
-        run, objective = PlainRun(self._layers), self._objective(source)
-        outputs, shares, left = [], {}, list(order)
+        source, run = self._source(self._pipe.chunks, given), PlainRun(self._layers)
+        objective = Objective(self._loss, source)
         check = LossCheck(objective, source.targets, asked=False) if self._m > 1 else None
-        seeded = partial(run.seeded, len(self._layers))
-        for i in range(source.m):
-            output = run.forward(i, map_tensors(clones, source.pull(i)))
-            outputs.append(_detached(output))
-            if check is not None:
+        outputs = [run.forward(i, map_tensors(clones, source.pull(i))) for i in range(source.m)]
+        kept = list(map(_fresh, outputs))
+        if check is not None:
+            for i, output in enumerate(kept):
                 check.keep(i, output, source.peek_target(i))
-            shares[i] = self._root(objective, source, i, output, partial(seeded, i))
-            self._find_others(shares[i], inputs)
-            while left and left[0] in shares:
-                share = shares.pop(left.pop(0))
-                if share.requires_grad:
-                    torch.autograd.backward(share)
-                for leaf in self._state.leaves:  # two may have one memory for their first gradients
-                    leaf.grad = None if leaf.grad is None else leaf.grad.clone()
-                del share
+        self._loss_run = partial(
+            run.seeded, len(self._layers)
+        )  # draws in pipe(x) what it does here
+        roots = self._roots(objective, source, outputs)
+        self._find_others(roots, inputs)
+        for i in order:
+            if roots[i].requires_grad:
+                torch.autograd.backward(roots[i])
+            for leaf in self._state.leaves:  # two may have one memory for their first gradients
+                leaf.grad = None if leaf.grad is None else leaf.grad.clone()
         run.commit()
-        self._scale(objective, inputs)
         self._loss_draws = len(self._layers) in run.drew
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
@@ -327,17 +303,17 @@ class _Check:
                 # The last sentence is the way out of train_batch, which verify does not have.
                 self._loss_differs = str(caught[-1].message).rsplit(" If ", 1)[0]
         try:
-            output = gather(outputs)
+            output = gather(kept)
         except ValueError as error:
             output, self._apart = {}, str(error)
-        return self._values(output, objective.loss(), inputs)
+        return self._values(output, objective, inputs)
 
     def _forward(self) -> Values:
         inputs, given = self._leaves_of_input()
         args, kwargs = call_arguments(self._pipe, given)
         output = self._pipe(*args, **kwargs)
-        kept, source = _detached(output), self._source(self._pipe.chunks)
-        objective, sizes = self._objective(source), source.sizes
+        kept, source = _fresh(output), self._source(self._pipe.chunks)
+        objective, sizes = Objective(self._loss, source), source.sizes
 
         def piece(i: int, tensors: list[Tensor]) -> list[Tensor]:
             # In memory of their own, as plainly: its alignment can decide the last bit.
@@ -346,11 +322,10 @@ class _Check:
 
         torch.set_num_threads(self._share)
         pieces = [map_tensors(partial(piece, i), output) for i in range(source.m)]
-        roots = [self._root(objective, source, i, p, call) for i, p in enumerate(pieces)]
+        roots = self._roots(objective, source, pieces)
         torch.set_num_threads(self._threads)
         torch.autograd.backward([root for root in roots if root.requires_grad])
-        self._scale(objective, inputs)
-        return self._values(kept, objective.loss(), inputs)
+        return self._values(kept, objective, inputs)
 
     def _train(self, schedule: Any) -> Values:
         inputs, given = self._leaves_of_input()
@@ -378,43 +353,46 @@ class _Check:
         }
         return inputs, map_tensors(clones, input)
 
-    def _objective(self, source: Source) -> Objective:
-        objective = Objective(self._loss, source)
-        objective.known = placed(objective.known, self._layers[-1].stage.device)
-        return objective
+    def _roots(self, objective: Objective, source: Source, outputs: list[Any]) -> list[Tensor]:
+        """What micro-batches go back from."""
+        device = self._layers[-1].stage.device
+        objective.known = placed(objective.known, device)
+        roots = []
+        for i, output in enumerate(outputs):
+            given = output, placed(source.target(i), device)
+            result = self._loss_run(i, objective.call, given)
+            roots.append(objective.root(i, result, *given))
+        return roots
 
-    def _root(self, objective: Objective, source: Source, i: int, output: Any, run: Any) -> Tensor:
-        given = output, placed(source.target(i), self._layers[-1].stage.device)
-        return objective.root(i, run(objective.call, given), *given)
-
-    def _scale(self, objective: Objective, inputs: dict[str, Tensor]) -> None:
-        """Makes gradients those of the mini-batch, where its weight is known only in the end."""
-        factor = objective.factor()
-        for leaf in [] if factor is None else [*self._state.leaves, *inputs.values()]:
-            if leaf.grad is not None:
-                leaf.grad.mul_(placed(factor, leaf.device))
-
-    def _find_others(self, root: Tensor, inputs: dict[str, Tensor]) -> None:
+    def _find_others(self, roots: list[Tensor], inputs: dict[str, Tensor]) -> None:
         known = set(map(id, [*self._state.leaves, *inputs.values()]))
-        for node in nodes_of([root.grad_fn]):
+        for node in nodes_of([root.grad_fn for root in roots]):
             leaf = getattr(node, "variable", None)
             if leaf is not None and id(leaf) not in known:
                 self._state.add_leaf(leaf)
                 leaf.grad = None
                 self._others.append(leaf)
 
-    def _values(self, output: Any, loss: Tensor, inputs: dict[str, Tensor]) -> Values:
-        gradients = {name: p.grad for name, p in self._model.named_parameters()}
+    def _values(self, output: Any, loss: Tensor | Objective, inputs: dict[str, Tensor]) -> Values:
+        """What came out, with the gradients of the mini-batch, in the CPU's memory."""
+        if isinstance(loss, Objective):
+            factor, loss = loss.factor(), loss.loss()
+            for leaf in [] if factor is None else [*self._state.leaves, *inputs.values()]:
+                if leaf.grad is not None:  # the weight of the mini-batch is known in the end only
+                    leaf.grad.mul_(placed(factor, leaf.device))
+        leaves: dict[str, Tensor] = dict(self._model.named_parameters())
         for k, leaf in enumerate(self._others):
-            gradients[f"tensor {k} of no layer, {described(leaf)}"] = leaf.grad
+            leaves[f"tensor {k} of no layer, {described(leaf)}"] = leaf
         found: Values = {
             "outputs": by_name("output", output),
             "loss": {"loss": loss},
-            "gradients": gradients,
-            "input_gradients": {name: x.grad for name, x in inputs.items()},
+            "gradients": {name: x.grad for name, x in leaves.items() if x.grad is not None},
+            "input_gradients": {name: x.grad for name, x in inputs.items() if x.grad is not None},
             "buffers": dict(self._model.named_buffers()),
         }
-        return {column: _copied(values) for column, values in found.items()}
+        copied: Values
+        copied = map_tensors(lambda ts: [t.detach().to("cpu", copy=True) for t in ts], found)
+        return copied
 
     def _passes_for_rounding(self) -> float:
         kinds = {device.type for device in self._devices}
@@ -423,18 +401,6 @@ class _Check:
         if coarse or any(torch.is_autocast_enabled(kind) for kind in kinds):
             return 5e-2
         return 5e-3 if kinds - {"cpu"} else 0.0  # TF32, and sums in any order
-
-
-def _copied(values: dict[str, Any]) -> dict[str, Any]:
-    """In the CPU's memory, without those that there are not."""
-    there = {name: value for name, value in values.items() if value is not None}
-    copied: dict[str, Any]
-    copied = map_tensors(lambda ts: [t.detach().to("cpu", copy=True) for t in ts], there)
-    return copied
-
-
-def _detached(tree: Any) -> Any:
-    return map_tensors(lambda tensors: [t.detach().clone() for t in tensors], tree)
 
 
 def _fresh(tree: Any) -> Any:

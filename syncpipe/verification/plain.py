@@ -209,7 +209,6 @@ def observe(
     is seen by itself. ``leave`` is no layer's own; ``seen`` gets what is seen. Returns what a layer
     raised on a micro-batch.
     """
-    failed: Exception | None = None
     run = PlainRun(layers)
     store: Store = {}
     stores: list[Store] = [{} for _ in pieces]
@@ -217,16 +216,13 @@ def observe(
         state = State({"": layer.module}, leave=[leave])
         twice = partial(_twice, run, layer, whole, store)
         (again, _), (whole, store) = state.restored(twice, [layer.stage.device])
-        if failed is not None:
-            continue
         pieces = [placed(piece, layer.stage.device) for piece in pieces]
         entering = tensors_in(pieces[0])
         versions = [tensor._version for tensor in entering]
         try:
             pieces = [run.layer(layer, i, piece, stores[i]) for i, piece in enumerate(pieces)]
         except Exception as error:
-            failed = error
-            continue
+            return error
         try:
             joined = gather(pieces)
         except ValueError:  # there is a mean over samples in it, say
@@ -242,7 +238,7 @@ def observe(
         seen.append(Observation(layer, comparison, repeats, draws, writes, changed))
         if draws or not comparison.same:
             whole = joined
-    return failed
+    return None
 
 
 def _twice(run: PlainRun, layer: Layer, whole: Any, store: Store) -> list[tuple[Any, Store]]:
