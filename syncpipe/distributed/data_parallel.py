@@ -21,7 +21,7 @@ from __future__ import annotations
 import math
 import os
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import chain
 from numbers import Real
@@ -114,7 +114,7 @@ def broadcast_buffers(pipe: Pipe) -> None:
     if averaging is None:
         raise ValueError("broadcast_buffers takes a pipe that data_parallel has returned")
     with averaging.call("broadcast_buffers") as call:
-        call.exchange(1.0)
+        averaging.peers.agree(lambda: (call.what, None))
         averaging.broadcast(pipe.buffers())
 
 
@@ -143,8 +143,7 @@ class Averaging:
 
     def __init__(self, group: Any, stages: int, capacity: float, timeout: float) -> None:
         self.peers = peers = Peers(group, "data-parallel pipe", "process", timeout)
-        backend = str(dist.get_backend_config(group))
-        self.groups = [peers.new_group(f"stage {j}", backend) for j in range(stages)]
+        self.groups = [peers.new_group(f"stage {j}") for j in range(stages)]
         self.capacity, self.syncs = capacity, True
         self._process, self._busy = os.getpid(), threading.Lock()
 
@@ -152,13 +151,12 @@ class Averaging:
         self, step: Callable[[Any], Any], *, global_loss: bool, accumulate: float
     ) -> Any:
         what = {"no_sync": not self.syncs, "global_loss": global_loss, "accumulate": accumulate}
-        with self.call("train_batch", what) as call:
-            result = step(call)
-            return self._combined(result, call.share) if global_loss else result
+        with self.call("train_batch", **what) as call:
+            return call.of_all(step(call))
 
     def eval_batch(self, step: Callable[[Any], Any]) -> Any:
-        with self.call("eval_batch") as call:
-            return self._combined(step(call.weighed), call.share)
+        with self.call("eval_batch", global_loss=True) as call:
+            return call.of_all(step(call.weighed))
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -192,7 +190,7 @@ class Averaging:
                 tensor.copy_(dense)
 
     @contextmanager
-    def call(self, name: str, what: Mapping[str, Any] | None = None) -> Iterator[_Call]:
+    def call(self, name: str, **what: Any) -> Iterator[_Call]:
         """One call in all processes, with all that has to be the same of it."""
         forked = self._process != os.getpid()
         if RUNNING.get() or forked or not self._busy.acquire(blocking=False):
@@ -202,45 +200,18 @@ class Averaging:
             )
         try:
             with self.peers.call("a call"):  # which one, they tell each other at its end
-                yield _Call(self, {"the call": name, **(what or {})})
+                yield _Call(self, {"the call": name, **what})
         finally:
             self._busy.release()
 
-    def _combined(self, result: Any, share: float) -> Any:
-        """A result with the loss and metrics of all processes, of which this one has a share."""
-        parts = list(result) if isinstance(result, tuple) else [result]
-        metrics = parts[-1] if len(parts) > 1 and isinstance(parts[-1], dict) else {}
-        numbers = {
-            k: v
-            for k, v in metrics.items()
-            if isinstance(v, Real) or (isinstance(v, Tensor) and not v.dim())
-        }
-        own = [parts[0], *numbers.values()]
-        shares = [float(value) * share if share else 0.0 for value in own]
-        rows = self.peers.agree(lambda: ({}, shares))
-
-        def of_all(value: Any, total: float) -> Any:
-            if not isinstance(value, Tensor):
-                return total
-            dtype = value.dtype if value.is_floating_point() else torch.float32
-            return torch.full_like(value, total, dtype=dtype)
-
-        parts[0], *found = map(of_all, own, map(sum, zip(*rows, strict=True)))
-        metrics.update(zip(numbers, found, strict=True))
-        return tuple(parts) if isinstance(result, tuple) else parts[0]
-
 
 class _Call:
-    """One call in all processes; for ``train_batch`` as of ``training.train.train``.
-
-    ``share`` is that of this process of the weight of all, in the end.
-    """
-
-    share = 1.0
+    """One call in all processes; for ``train_batch`` as of ``training.train.train``."""
 
     def __init__(self, owner: Averaging, what: dict[str, Any]) -> None:
-        self._owner, self._what = owner, what
+        self._owner, self.what = owner, what
         self._whole = 1.0  # the weight of all, in the end
+        self._totals: dict[Any, float] = {}  # the loss of all, and their metrics
         #: By stage: leaves, the sum of their gradients, and the work that makes it one of all.
         self._sent: dict[int, list[tuple[list[Tensor], Tensor, Any]]] = {}
 
@@ -281,20 +252,34 @@ class _Call:
         return watch
 
     def weighed(self, objective: Objective) -> None:
-        self.exchange(_weights(objective)[1], objective.adds_up)
+        self._objective = objective
+        self._exchange()
+
+    def of_all(self, result: Any) -> Any:
+        """A result with the loss and metrics of all processes, if they were asked for."""
+        parts = list(result) if isinstance(result, tuple) else [result]
+        for name, total in self._totals.items():
+            place, key = (parts, 0) if name is None else (parts[-1], name)
+            value: Any = place[key]
+            if isinstance(value, Tensor):
+                dtype = value.dtype if value.is_floating_point() else torch.float32
+                place[key] = torch.full_like(value, total, dtype=dtype)
+            else:
+                place[key] = total
+        return tuple(parts) if isinstance(result, tuple) else parts[0]
 
     @torch.no_grad()
     def finish(self) -> float:
         """Makes gradients those of all processes; as of ``training.train.train``."""
         owner, objective = self._owner, self._objective
-        own, weight = _weights(objective)
+        own = _weights(objective)[0]
         sizes: list[list[int]] = []
         there: list[bool] = []
         if owner.syncs:
             self._stages.append([leaf for leaf in self._leaves.found() if leaf.requires_grad])
             sizes = [*self._sizes, [leaf.nbytes for leaf in self._stages[-1]]]
             there = [_is_there(leaf) for leaf in chain(*self._stages)]
-        rows = self.exchange(weight, objective.adds_up, sizes, there)
+        rows = self._exchange(sizes, there)
         factor = (1.0 if objective.adds_up else own / self._whole) * owner.peers.size
         if not owner.syncs:
             if factor != 1:
@@ -317,18 +302,20 @@ class _Call:
                     leaf.grad.copy_(part.view(leaf.shape))
         return factor
 
-    def exchange(
-        self, weight: float, adds_up: bool = False, sizes: Any = (), there: Sequence[bool] = ()
-    ) -> list[Sequence[bool]]:
+    def _exchange(self, sizes: Any = (), there: Sequence[bool] = ()) -> list[Sequence[bool]]:
         """Tells all which call this is, and what it weighs; returns ``there`` of all."""
-        what = {**self._what, "loss_reduction='sum'": adds_up}
+        objective, weight = self._objective, _weights(self._objective)[1]
+        found = _numbers(objective) if self.what["global_loss"] else {}
+        what = {**self.what, "loss_reduction='sum'": objective.adds_up, "metrics": [*found][1:]}
         for j, stage in enumerate(sizes):
             whose = f"stage {j}" if j + 1 < len(sizes) else "what is no parameter of the pipe"
             what[f"the bytes of gradients of {whose} (0: frozen)"] = stage
-        rows = self._owner.peers.agree(lambda: (what, (weight, there)))
-        whole = sum(row[0] for row in rows)
-        self.share = 1.0 if adds_up else weight / whole if whole else 0.0
-        self._whole = 1.0 if adds_up else whole or 1.0  # where nothing counts there is no gradient
+        factor = 1.0 if objective.adds_up else weight
+        parts = {name: float(x) * factor if factor else 0.0 for name, x in found.items()}
+        rows = self._owner.peers.agree(lambda: (what, (weight, there, parts)))
+        if not objective.adds_up:  # where nothing counts there is no gradient
+            self._whole = sum(row[0] for row in rows) or 1.0
+        self._totals = {name: sum(row[2][name] for row in rows) / self._whole for name in parts}
         return [row[1] for row in rows]
 
     @torch.no_grad()
@@ -354,6 +341,16 @@ def _weights(objective: Objective) -> tuple[float, float]:
     assert objective.assumed is not None
     assumed, total = objective.assumed
     return float(assumed), float(assumed if total is None else total)
+
+
+def _numbers(objective: Objective) -> dict[Any, Any]:
+    """The loss, under None, and the metrics that are numbers."""
+    numbers = {
+        name: value
+        for name, value in (objective.metrics() or {}).items()
+        if isinstance(value, Real) or (isinstance(value, Tensor) and not value.dim())
+    }
+    return {None: objective.loss(), **numbers}
 
 
 def _flat(leaves: Sequence[Tensor], grads: Sequence[Tensor | None]) -> Tensor:

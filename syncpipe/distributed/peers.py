@@ -1,14 +1,13 @@
 """Processes that work together: what each does, who failed, and why.
 
 Nobody waits to tell. Each process writes into the store where they met, under its own key, the last
-calls that it began and how it ended. A process that waits for long, or that loses a connection,
-reads there what the others do. If that is something else, or a process has failed or ended, it
+calls that it began, and in which it takes part. A process that waits for long, or that loses a
+connection, reads there what the others do. If that is something else, or one does not take part, it
 closes its connections. That wakes the others, which read the same, so all raise with the reason.
 """
 
 from __future__ import annotations
 
-import json
 import math
 import os
 import pickle
@@ -16,11 +15,12 @@ import sys
 import threading
 import time
 import weakref
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from functools import partial
+from types import SimpleNamespace
 from typing import Any, TypeVar
 
 import torch
@@ -50,27 +50,25 @@ class LostProcess(RuntimeError):
 class Peers:
     """The processes of a group. One thread at a time makes calls.
 
-    ``groups`` are process groups that end with the peers. When a call fails, these are closed, and
-    ``closed`` as well. By the first of them, on gloo, the processes agree.
+    ``groups`` are process groups that end with the peers, and are closed when a call fails. By the
+    first of them, on gloo, the processes agree.
     """
 
     def __init__(self, group: Any, what: str, unit: str, timeout: float = math.inf) -> None:
         self._what, self._unit, self._timeout = what, unit, timeout
         self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
         self._ranks = dist.get_process_group_ranks(group)
+        self._backend = dist.get_backend(group)
         name = f"syncpipe/{group.group_name}/{'-'.join(map(str, self._ranks))}"
         _NUMBERS[name] += 1  # alike everywhere: all make the same, in turn
         self._prefix = f"{name}/{_NUMBERS[name]}"
         self._keys = [f"{self._prefix}/{rank}" for rank in range(self.size)]
         self._store = dist.distributed_c10d._get_default_store()
-        #: The last calls, that refused last, why there are no more, and whether that is a failure.
-        self._row: dict[str, Any] = {
-            "calls": deque(maxlen=_KEPT), "refused": 0, "gone": "", "failed": False
-        }  # fmt: skip
-        self._calls, self._begun, self._stop = 0, math.inf, threading.Event()
+        self._row = _row()
         self._write = partial(_written, self._store, self._keys[self.rank], self._row)
+        self._write()
+        self._begun, self._stop = math.inf, threading.Event()
         self.groups: list[Any] = []
-        self.closed: list[Any] = []
         self._messages = self.new_group("messages", "gloo")
         own = self._name(self.rank), self._row, self._write
         weakref.finalize(self, _leave, self._stop, os.getpid(), *own)
@@ -87,13 +85,13 @@ class Peers:
         """
         c10d: Any = dist.distributed_c10d
         world = [self._ranks[rank] for rank in ranks or range(self.size)]
-        options: dict[str, Any] = {"backend": backend, "use_local_synchronization": True}
+        options: dict[str, Any] = {"use_local_synchronization": True}
         if self._timeout < math.inf:
             options["timeout"] = timedelta(seconds=self._timeout + 5)  # we are to say so first
         named = c10d._process_group_name
         c10d._process_group_name = lambda *_, **__: f"{self._prefix}/{name}"
         try:
-            self.groups.append(dist.new_group(world, **options))
+            self.groups.append(dist.new_group(world, backend=backend or self._backend, **options))
         finally:
             c10d._process_group_name = named
         return self.groups[-1]
@@ -102,17 +100,18 @@ class Peers:
     def call(self, name: str) -> Iterator[None]:
         """Makes a call, which is the same in all processes. One that fails ends all of them, but
         for one that all refuse before anything is ``sent``."""
-        if self._row["gone"]:
+        row, self.sent = self._row, False
+        if row.gone:
             raise RuntimeError(
-                f"this {self._what} has ended: {self._row['gone']}. Start the processes anew, from "
-                "a checkpoint"
+                f"this {self._what} has ended: {row.gone}. Start the processes anew, from a "
+                "checkpoint"
             )
-        self.sent = False
-        self._calls += 1
-        self._row["calls"].append([self._calls, name])
+        row.last += 1
+        row.calls[row.last] = name
+        row.calls.pop(row.last - _KEPT, None)
         self._write()
         self._begun = time.monotonic()
-        if self._calls == 1:
+        if row.last == 1:
             self._watch.start()
         try:
             yield
@@ -125,67 +124,65 @@ class Peers:
             self._begun = math.inf
 
     def _all_refuse(self) -> bool:
-        self._row["refused"] = self._calls
+        self._row.refused = last = self._row.last
         self._write()
-        until, all_do = time.monotonic() + PATIENCE, False
-        while not all_do and time.monotonic() < until and not self.why():
+        return not self._silent(PATIENCE, lambda row: row.refused >= last)
+
+    def _silent(self, seconds: float, says: Callable[[Any], bool]) -> list[str]:
+        """Waits until all have something in their rows, or nobody will; who does not have it."""
+        until = time.monotonic() + seconds
+        while silent := [self._name(r) for r, row in self._rows().items() if not says(row)]:
+            if time.monotonic() > until or self.why():
+                break
             time.sleep(0.05)
-            others = [row for _, row in self._others() if row["refused"] >= self._calls]
-            all_do = len(others) == self.size - 1
-        return all_do
+        return silent
 
     def _failed(self, error: BaseException) -> BaseException:
         """Ends working together. What to raise: the error, or the reason that another one gave."""
         row, lost = self._row, _is_of_connection(error)
         own = "" if lost else f"{self._name(self.rank)} failed with {_described(error)}"
-        row |= {"failed": True, "gone": row["gone"] or (self.why() if lost else own)}
+        row.until, row.gone = -1, row.gone or (self.why() if lost else own)
         self._write()
         self.close()
-        if not row["gone"]:
-            row["gone"] = self._who_is_gone(error)
+        if not row.gone:
+            row.gone = self._who_is_gone(error)
             self._write()
-        if row["gone"] == own or not isinstance(error, Exception):
+        if row.gone == own or not isinstance(error, Exception):
             return error
-        kind = RemoteError if " failed with " in row["gone"] else LostProcess
-        return kind(f"{row['gone']} (the {self._what} has ended in all processes)")
+        kind = RemoteError if " failed with " in row.gone else LostProcess
+        return kind(f"{row.gone} (the {self._what} has ended in all processes)")
 
     def _who_is_gone(self, error: BaseException) -> str:
         """Which process it is to which the connection is lost: the one that does not say so."""
-        until, silent = time.monotonic() + _ANSWER, {*range(self.size)} - {self.rank}
-        while silent and time.monotonic() < until and not self.why():
-            silent -= {rank for rank, row in self._others() if row["failed"]}
-            time.sleep(0.05)
-        who = ", ".join(map(self._name, sorted(silent))) or "a process"
+        silent = self._silent(_ANSWER, lambda row: row.until < 0)
         return self.why() or (
-            f"{who} does not answer any more, and has probably been killed; {self._name(self.rank)}"
-            f" lost its connection: {error}"
+            f"{', '.join(silent) or 'a process'} does not answer any more, and has probably been "
+            f"killed; {self._name(self.rank)} lost its connection: {error}"
         )
 
     def why(self) -> str:
         """Why this call cannot come to its end, as others say; empty if nobody knows."""
-        mine, others = dict(self._row["calls"]), self._others()
-        for rank, row in others:
-            for k, theirs in row["calls"]:
-                ours = mine.get(k, theirs)
-                if ours != theirs:
+        mine, last, rows = dict(self._row.calls), self._row.last, self._rows()
+        for rank, row in rows.items():
+            for k, theirs in row.calls.items():
+                if (ours := mine.get(k, theirs)) != theirs:
                     pair = sorted([(rank, theirs), (self.rank, ours)])
                     said = " and ".join(f"{call} in {self._name(r)}" for r, call in pair)
                     return f"call {k} is {said}"
-            if row["gone"] and (row["failed"] or _last(row) < self._calls):
-                return str(row["gone"])
+            if row.gone and row.until < last:
+                return str(row.gone)
         if time.monotonic() - self._begun < self._timeout:
             return ""
-        there = [self.rank, *[rank for rank, row in others if _last(row) >= self._calls]]
-        names = [self._name(rank) for rank in range(self.size) if rank not in there]
+        late = [self._name(rank) for rank, row in rows.items() if row.last < last]
         return (
-            f"{', '.join(names) or 'a process'} did not come to call {self._calls} of a "
+            f"{', '.join(late) or 'a process'} did not come to call {last} of a "
             f"{self._what} within {self._timeout:g} s: did its data end earlier? If it only takes "
             "longer, give a larger timeout"
         )
 
     def close(self) -> None:
         """Closes the connections of all groups, so that nobody waits in them any more."""
-        for group in [*self.groups, *self.closed]:
+        for group in self.groups:
             with suppress(Exception):  # it is gone
                 _close(group)
 
@@ -244,26 +241,27 @@ class Peers:
     def _name(self, rank: int) -> str:
         return f"{self._unit} {rank}"
 
-    def _others(self) -> list[tuple[int, dict[str, Any]]]:
-        found = []
+    def _rows(self) -> dict[int, Any]:
+        """What all have written, this process as well."""
+        found: dict[int, Any] = dict.fromkeys(range(self.size), _row())
         with suppress(RuntimeError):  # the store is gone with the process that kept it
             for rank, key in enumerate(self._keys):
-                if rank != self.rank and self._store.check([key]):
-                    found.append((rank, json.loads(self._store.get(key).decode())))
+                found[rank] = pickle.loads(self._store.get(key))
         return found
 
 
-def _last(row: dict[str, Any]) -> int:
-    return int(row["calls"][-1][0]) if row["calls"] else 0
+def _row() -> SimpleNamespace:
+    """The last calls by number; up to which one a process takes part, and why no longer."""
+    return SimpleNamespace(calls={}, last=0, refused=0, until=math.inf, gone="")
 
 
-def _written(store: Any, key: str, row: dict[str, Any]) -> None:
+def _written(store: Any, key: str, row: Any) -> None:
     with suppress(RuntimeError):
-        store.set(key, json.dumps({**row, "calls": list(row["calls"])}))
+        store.set(key, pickle.dumps(row))
 
 
 def _leave(
-    stop: threading.Event, process: int, name: str, row: dict[str, Any], write: Callable[[], None]
+    stop: threading.Event, process: int, name: str, row: Any, write: Callable[[], None]
 ) -> None:
     """The process ends, or lets go of what it had in common with the others."""
     stop.set()
@@ -271,8 +269,9 @@ def _leave(
         return
     error = getattr(sys, "last_exc", None) or getattr(sys, "last_value", None)
     why = "" if error is None else f" with {_described(error)}"
-    gone = f"{name} has ended{why}, after call {_last(row)}, and the others wait for it"
-    row["gone"] = row["gone"] or gone
+    if not row.gone:
+        row.until = row.last
+        row.gone = f"{name} has ended{why}, after call {row.last}, and the others wait for it"
     write()
 
 
@@ -295,9 +294,9 @@ def _close(group: Any) -> None:
 
 def _watch(found: weakref.ref[Peers], stop: threading.Event) -> None:
     while not stop.wait(_LOOK) and (peers := found()) is not None:
-        waits = time.monotonic() - peers._begun > PATIENCE and not peers._row["gone"]
+        waits = time.monotonic() - peers._begun > PATIENCE and not peers._row.gone
         if waits and (reason := peers.why()):
-            peers._row["gone"] = reason
+            peers._row.gone = reason
             peers.close()
         del peers
 

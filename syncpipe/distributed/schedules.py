@@ -7,10 +7,8 @@ weights, and ends all ranks with a reason when one fails.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-from functools import cache
-from typing import Any, NamedTuple
+from functools import cache, partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -23,7 +21,7 @@ from syncpipe.layers.placement import check_input
 from syncpipe.training.loss import Loss, Objective
 from syncpipe.training.sources import Source
 
-__all__ = ["SCHEDULES", "Run", "schedule_of", "sends_from_host"]
+__all__ = ["SCHEDULES", "schedule_over"]
 
 #: Our names; PyTorch's class, and where the stages of a rank are.
 SCHEDULES = {
@@ -42,18 +40,10 @@ _NEEDS = {
 }
 
 
-class Run(NamedTuple):
-    """What the steps of a schedule have in common; gradients are averaged over ``group``."""
-
-    owner: Any  # the `Stages` of this rank
-    name: str
-    chunks: int
-    loss: Loss | None
-    group: dist.ProcessGroup | None
-
-
-def schedule_of(run: Run) -> Any:
-    owner, name = run.owner, run.name
+def schedule_over(
+    owner: Any, name: str, m: int, loss: Loss | None, group: dist.ProcessGroup | None
+) -> Any:
+    """Of the stages of a rank, its ``owner``; gradients are averaged over ``group``."""
     if name not in SCHEDULES:
         shown = ", ".join(map(repr, SCHEDULES))
         raise ValueError(f"schedule {name!r}: between processes there are {shown}")
@@ -76,16 +66,13 @@ def schedule_of(run: Run) -> Any:
     # as the mini-batch's does, so there is nothing left to be divided.
     schedule = _checked(getattr(pipelining, kind))(
         owner.stages[0] if needed == "one" else owner.stages,
-        run.chunks,
-        loss_fn=None if run.loss is None else lambda loss, _: loss.sum(),
+        m,
+        loss_fn=None if loss is None else lambda loss, _: loss.sum(),
         scale_grads=False,
     )
-    schedule._syncpipe = run
+    schedule._owner, schedule._name = owner, name
+    schedule._begun = partial(_MiniBatch, owner, m, loss, group)
     return schedule
-
-
-def sends_from_host(group: dist.ProcessGroup | None) -> bool:
-    return "cpu:" in str(dist.get_backend_config(group))
 
 
 @cache
@@ -94,8 +81,11 @@ def _checked(kind: type) -> type:
 
 
 class _Checked:
-    _syncpipe: Run
-    _has_backward: bool  # PyTorch's: not in eval()
+    _owner: Any
+    _name: str
+    _begun: partial[_MiniBatch]
+    _n_microbatches: int  # PyTorch's
+    _has_backward: bool  # PyTorch's: not in eval(), which is this step
 
     def step(
         self,
@@ -123,19 +113,17 @@ class _Checked:
             TypeError, ValueError: the arguments do not fit. Where all ranks refuse, all can go on.
             RuntimeError: another rank has failed, refused its arguments or does something else.
         """
-        run, owner, backward = self._syncpipe, self._syncpipe.owner, self._has_backward
-        first, last = owner.first, owner.last
-        what = f"{'step' if backward else 'eval'}() of {run.name!r}"
+        owner, m, backward = self._owner, self._n_microbatches, self._has_backward
+        what = f"{'step' if backward else 'eval'}() of {self._name!r} with {m} micro-batches"
         step: Any = super().step  # type: ignore[misc]
-        index = torch.arange(run.chunks)  # what PyTorch cuts: the numbers of the micro-batches
-        with owner.peers.call(f"{what} with {run.chunks} micro-batches"):
+        index = torch.arange(m)  # what PyTorch cuts: the numbers of the micro-batches
+        with owner.peers.call(what):
             try:
-                batch = _MiniBatch(run, args, kwargs, target, backward, return_outputs)
+                batch = self._begun(args, kwargs, target, backward, return_outputs)
                 owner.peers.sent = True
-                self._prepare_anew()
-                with owner._added_up() if backward else _forward_only(self):
+                with owner._added_up() if backward else torch.no_grad():
                     # Outputs are kept here, for they may be any trees.
-                    given = [] if first is None else [index]
+                    given = [] if owner.first is None else [index]
                     step(*given, target=index, return_outputs=False)
             except Exception as error:
                 if error.__cause__ is not None and "failed to run" in str(error).lower():
@@ -145,35 +133,21 @@ class _Checked:
             finally:
                 for part in owner.parts.values():
                     part.inputs, part.head = [], None
-        if last is None:
+        if owner.last is None:
             return None
         if losses is not None:
             losses[:] = [share.detach() for share in batch.shares]
         return gather(batch.outputs) if return_outputs else None
-
-    def eval(self, *args: Any, **kwargs: Any) -> Any:
-        """Runs a mini-batch as ``step`` does, but forward only."""
-        before, self._has_backward = self._has_backward, False
-        try:
-            return self.step(*args, **kwargs)
-        finally:
-            self._has_backward = before
-
-    def _prepare_anew(self) -> None:
-        """Lets PyTorch 2.11 prepare for training after evaluation, as later ones do."""
-        own = vars(self)
-        for back in [name for name in own if name.endswith("_backward_initialized")]:
-            if own[back] != self._has_backward:
-                own |= {back: False, back.replace("backward", "forward"): False}
 
     def _warmup_p2p(self, stages: Any, has_backward: bool, p2p_done: bool) -> None:
         """PyTorch's vote whether all shapes are known: they are.
 
         Gloo ends a process that gets the vote of another one in the place of a message.
         """
-        from torch.distributed.pipelining._utils import InferenceMode  # PyTorch 2.12 or later
+        from torch.distributed.pipelining._utils import InferenceMode  # older versions have none
 
-        if not (p2p_done or sends_from_host(stages[0].group)):
+        on_host = "cpu:" in str(dist.get_backend_config(stages[0].group))
+        if not (p2p_done or on_host):
             super()._warmup_p2p(stages, has_backward, p2p_done)  # type: ignore[misc]
         for each in stages:
             each._inference_mode = InferenceMode.STATIC
@@ -185,10 +159,12 @@ class _MiniBatch(Source):
     ``outputs`` are those of the last stage, detached; ``shares`` what micro-batches go back from.
     """
 
+    _objective: Objective | None = None
+
     def __init__(
-        self, run: Run, args: Any, kwargs: Any, target: Any, backward: bool, keep: bool
-    ) -> None:
-        owner, m = run.owner, run.chunks
+        self, owner: Any, m: int, loss: Loss | None, group: dist.ProcessGroup | None,
+        args: Any, kwargs: Any, target: Any, backward: bool, keep: bool,
+    ) -> None:  # fmt: skip
         super().__init__([None] * m, [None] * m, [owner.size] * m)
         first, last = owner.first, owner.last
         self._keep, self._calls = keep, 0
@@ -220,20 +196,19 @@ class _MiniBatch(Source):
             first.inputs = inputs
         if last is None:
             return
+        last.head, self._scale = self.root, 1
         if target is not None:
             self._targets = dict(enumerate(scatter_pair(target, None, m)[0]))
-        loss = run.loss if backward or target is not None else None
-        self._objective = None if loss is None else Objective(loss, self)
-        self._scale = 1
-        if self._objective is not None and run.group is not None:
-            ranks = dist.get_world_size(run.group)
-            self._scale = ranks if self._objective.adds_up else 1
-            if self._objective.known is not None:  # the mean weight of what is averaged
-                weights, whole = self._objective.known
-                mean = torch.as_tensor(whole, dtype=torch.float32).to(owner.device, copy=True)
-                dist.all_reduce(mean, group=run.group)
-                self._objective.known = weights, mean / ranks
-        last.head = self.root
+        if loss is None or not (backward or target is not None):
+            return
+        self._objective = Objective(loss, self)
+        if group is not None and self._objective.adds_up:
+            self._scale = dist.get_world_size(group)
+        elif group is not None and self._objective.known is not None:  # by the mean weight
+            weights, whole = self._objective.known
+            mean = torch.as_tensor(whole, dtype=torch.float32).to(owner.device, copy=True)
+            dist.all_reduce(mean, group=group)
+            self._objective.known = weights, mean / dist.get_world_size(group)
 
     def root(self, output: Any, device: torch.device) -> Tensor:
         """The loss of the next micro-batch: the one value that PyTorch sees of the last stage."""
@@ -252,19 +227,3 @@ class _MiniBatch(Source):
         root = self._objective.root(i, result, output, target) * self._scale
         self.shares.append(root)
         return torch.stack([root.to(torch.float32)])
-
-
-@contextmanager
-def _forward_only(schedule: Any) -> Iterator[None]:
-    """Takes what goes back out of a schedule; PyTorch leaves halves of backward in."""
-    orders: dict[int, list[Any]] = vars(schedule).get("pipeline_order_with_comms", {})
-    before = dict(orders)
-    forward = ("F", "SEND_F", "WAIT_SEND_F", "RECV_F", "UNSHARD", "RESHARD")
-    for rank, actions in before.items():
-        parts = [part for action in actions for part in action.sub_actions or [action]]
-        orders[rank] = [part for part in parts if part.computation_type.value in forward]
-    try:
-        with torch.no_grad():
-            yield
-    finally:
-        orders.update(before)

@@ -3,13 +3,11 @@
 The same description as for ``Pipe``: layers or specs, balance, skips, ties. Each process reads all
 of it, on ``meta``, and builds what is its own.
 
-PyTorch's stages send tensors that require grad, and take back a gradient for each. Layers return
+PyTorch's stages send tensors, and take back a gradient for each that can have one. Layers return
 trees, with None, masks and indices in them, and skips pass by. So a boundary is the tree
 ``(value, skips)`` without its values, which both sides know beforehand, and these on the wire::
 
     layers -> (value, skips) -> Boundary.closed -> tensors -> ... -> Boundary.opened -> layers
-
-A tensor without gradient travels as its bytes, each a floating-point number, and gets back zeros.
 """
 
 from __future__ import annotations
@@ -31,7 +29,7 @@ from torch.distributed.tensor import DTensor
 from syncpipe.balance.balances import balance_named
 from syncpipe.data import described, flatten, leaf_names, map_tensors, tensors_in, unwrapped
 from syncpipe.distributed.peers import Peers, given_group
-from syncpipe.distributed.schedules import Run, schedule_of, sends_from_host
+from syncpipe.distributed.schedules import schedule_over
 from syncpipe.layers.building import Initialization, build_layers, on_meta, or_as_before
 from syncpipe.layers.conversion.layer import ModelNames
 from syncpipe.layers.conversion.signature import batch_input
@@ -42,8 +40,8 @@ from syncpipe.layers.unpack import unpacks
 from syncpipe.options import checked_chunks
 from syncpipe.runtime.errors import annotate
 from syncpipe.skip import verify_skippables
-from syncpipe.skip.layout import SkipLayout, inspect_layout
-from syncpipe.skip.store import SkipKey, use_store
+from syncpipe.skip.layout import inspect_layout
+from syncpipe.skip.store import use_store
 from syncpipe.stages.stage import Partition
 from syncpipe.state import unchanged
 from syncpipe.training.loss import known_loss
@@ -65,14 +63,8 @@ class Boundary:
                     "another go tensors, None, numbers and strings, in tuples, dicts and the like; "
                     "choose a balance that does not cut here"
                 )
-        self._where, self._kind = where, _kind(tree)
-        if not tensors_in(tree):
-            raise TypeError(
-                f"there is no tensor in what {where} returns: choose a balance that does not cut "
-                "here"
-            )
         plain = map_tensors(lambda tensors: [_plain(tensor, where) for tensor in tensors], tree)
-        self._tree = _empty(plain, "meta")
+        self._tree, self._where, self._kind = _empty(plain, "meta"), where, _kind(tree)
 
     def __reduce__(self) -> Any:
         return Boundary, (self._tree, self._where)
@@ -81,14 +73,11 @@ class Boundary:
         return _empty(self._tree, device)
 
     def wire(self) -> tuple[Tensor, ...]:
-        return tuple([_encoded(t).detach().requires_grad_() for t in tensors_in(self._tree)])
+        sent = [_real(tensor) for tensor in tensors_in(self._tree)]
+        return tuple([tensor.requires_grad_(tensor.is_floating_point()) for tensor in sent])
 
-    def closed(self, tree: Any, token: Tensor) -> tuple[Tensor, ...]:
-        """From a tree to what is sent.
-
-        The outputs depend on the token of the micro-batch in backward, whatever the layers do, so
-        that every gradient that the stage before waits for is sent.
-        """
+    def closed(self, tree: Any) -> tuple[Tensor, ...]:
+        """From a tree to what is sent."""
         kind = _kind(tree)
         if kind != self._kind:
             raise ValueError(
@@ -96,17 +85,19 @@ class Boundary:
                 "between processes everything but the values of tensors stays the same from "
                 "micro-batch to micro-batch"
             )
-        sent = [_encoded(_plain(tensor, self._where)) for tensor in tensors_in(tree)]
-        # No views, for PyTorch detaches in place what was sent. Less nothing is the very same bits.
-        return tuple([tensor - token.sum() for tensor in sent])
+        sent = [_real(_plain(tensor, self._where)) for tensor in tensors_in(tree)]
+        # Copies: the next micro-batch may change a buffer, and PyTorch detaches these in place.
+        return tuple([tensor.clone(memory_format=torch.contiguous_format) for tensor in sent])
 
-    def opened(self, wire: Sequence[Tensor]) -> tuple[Any, Tensor]:
-        token, *aliases = _Arrive.apply(*wire)  # type: ignore[no-untyped-call]
+    def opened(self, wire: Sequence[Tensor]) -> Any:
+        # Layers may change in place what arrived, though that is a leaf.
+        found = [tensor.unsafe_chunk(1)[0] if tensor.dim() else tensor.clone() for tensor in wire]
 
-        def decoded(like: list[Tensor]) -> list[Tensor]:
-            return [_decoded(t, known) for t, known in zip(aliases, like, strict=True)]
+        def known(like: list[Tensor]) -> list[Tensor]:
+            pairs = zip(found, like, strict=True)
+            return [torch.view_as_complex(t) if known.is_complex() else t for t, known in pairs]
 
-        return map_tensors(decoded, self._tree), token
+        return map_tensors(known, self._tree)
 
 
 def _empty(tree: Any, device: Any) -> Any:
@@ -118,18 +109,6 @@ def _kind(tree: Any) -> tuple[str, Any]:
     leaves, structure = flatten(tree)
     shown = [described(leaf) if isinstance(leaf, Tensor) else repr(leaf) for leaf in leaves]
     return ", ".join(shown), structure
-
-
-class _Arrive(torch.autograd.Function):
-    """Aliases of what arrived, which layers may change in place; a zero gradient where none is."""
-
-    @staticmethod
-    def forward(ctx: Any, *wire: Tensor) -> tuple[Tensor, ...]:
-        return wire[0].new_empty(0), *[tensor.detach() for tensor in wire]
-
-    @staticmethod
-    def backward(ctx: Any, _: Tensor, *grads: Tensor) -> tuple[Tensor, ...]:
-        return grads
 
 
 def _plain(tensor: Tensor, where: str) -> Tensor:
@@ -144,21 +123,8 @@ def _plain(tensor: Tensor, where: str) -> Tensor:
     return found
 
 
-def _encoded(tensor: Tensor) -> Tensor:
-    """As a contiguous floating-point tensor of at least two bytes."""
-    if tensor.is_complex():
-        return torch.view_as_real(tensor.resolve_conj()).contiguous()
-    if tensor.is_floating_point() and tensor.itemsize > 1:
-        return tensor.contiguous()
-    return tensor.detach().flatten().view(torch.uint8).to(torch.float16)
-
-
-def _decoded(tensor: Tensor, known: Tensor) -> Tensor:
-    if known.is_complex():
-        return torch.view_as_complex(tensor)
-    if tensor.dtype == known.dtype:
-        return tensor
-    return tensor.detach().to(torch.uint8).view(known.dtype).view(known.shape)
+def _real(tensor: Tensor) -> Tensor:
+    return torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
 
 
 class StageModule(Partition):
@@ -183,14 +149,11 @@ class StageModule(Partition):
 
     def forward(self, *wire: Tensor) -> Any:
         """From what arrives (or the index of the micro-batch) to what is sent, or the loss."""
-        if self.inward is None:
-            tree = self.inputs[int(wire[0])], ()
-            token = torch.empty(0, device=self._device, requires_grad=True)
-        else:
-            tree, token = self.inward.opened(wire)
+        inward = self.inward
+        tree = (self.inputs[int(wire[0])], ()) if inward is None else inward.opened(wire)
         value, skips = self._through(*tree)
         if self.outward is not None:
-            return self.outward.closed((value, skips), token)
+            return self.outward.closed((value, skips))
         return value if self.head is None else self.head(value, self._device)
 
     def _through(self, value: Any, skips: tuple[Any, ...]) -> tuple[Any, tuple[Any, ...]]:
@@ -204,7 +167,9 @@ class StageModule(Partition):
             raise
         return value, tuple([store[key] for key in self._leaving])
 
-    def boundary(self, value: Any, skips: tuple[Any, ...]) -> Boundary:
+    def boundary(self, arrived: Any) -> Boundary:
+        """What it sends, by an example of what arrives; the first stage has the sample."""
+        value, skips = arrived or (self.inputs.pop(), ())
         run = torch.no_grad()(self._through)
         return Boundary(unchanged(self, lambda: run(value, skips)), self._where)
 
@@ -222,17 +187,21 @@ class Stages(ModelNames):
         rank: of this process in the pipeline.
     """
 
-    def __init__(self, peers: Peers, group: dist.ProcessGroup) -> None:
+    def __init__(self, group: dist.ProcessGroup, *given: Any, **how: Any) -> None:
         super().__init__()
-        self.peers, self.rank, self._group = peers, peers.rank, group
+        self.peers = Peers(group, "pipeline", "rank")
+        self.rank, self._group = self.peers.rank, self.peers.new_group("stages")
         self.parts: dict[int, StageModule] = {}
         self.stages: list[Any] = []
         self._ties: list[tuple[str, Any, bool]] = []
+        self.size = self.peers.agree(partial(self._build, *given, **how))[0]
+        self._connect()
 
     def _build(
-        self, layers: Layers, balance: Any, placement: str, device: Any, unpack: bool, how: Any
-    ) -> tuple[dict[str, Any], None]:
-        """Makes the modules; for ``Peers.agree``."""
+        self, layers: Layers, balance: Any, sample: Any, placement: str, device: Any, unpack: bool,
+        **how: Any,
+    ) -> tuple[dict[str, Any], int]:  # fmt: skip
+        """Makes the modules, for ``Peers.agree``; the first one finds the size of a micro-batch."""
         n = self.peers.size
         if placement not in ("loop", "v"):
             raise ValueError(f"placement={placement!r}: must be 'loop' or 'v'")
@@ -250,7 +219,11 @@ class Stages(ModelNames):
         cut = [nn.Sequential(OrderedDict(metas[span])) for span in spans]
         self._tied = find_ties(cut)
         check_modes(self._tied)
-        passing = [*_passing(inspect_layout(cut)), []]
+        outgoing = list(enumerate(inspect_layout(cut).outgoing))
+        passing = [  # skips that arrive with the input of a stage: popped there, or further on
+            [key for k, skips in outgoing for key, to in skips.items() if k < j <= to]
+            for j in range(len(cut) + 1)
+        ]
         for j, span in enumerate(spans):
             if self._rank_of[j] == self.rank:
                 where = f"stage {j} (layers {span.start} to {span.stop - 1}) on rank {self.rank}"
@@ -264,35 +237,28 @@ class Stages(ModelNames):
         for part in parts:
             self._modules.update(part._modules)
             part.training = self.training = module.training
+        size = 0
+        if self.first is not None:
+            if sample is None:
+                raise ValueError(
+                    "sample is missing: on the rank of the first stage give an input of the size "
+                    "of a micro-batch, stage(..., sample=x[:size])"
+                )
+            value, size = unwrapped(batch_input(self, sample))
+            self.sample = list(map(described, tensors_in(value)))
+            self.first.inputs = [value]
         kinds = list(map(type_name, whole))
-        return {"layers": kinds, "placements": placement, "balances": self.balance}, None
+        return {"layers": kinds, "placements": placement, "balances": self.balance}, size
 
-    def _taken(self, sample: Any) -> tuple[dict[str, Any], Any]:
-        """The size of a micro-batch, of which the first rank has an example, and that."""
-        if self.first is None:
-            return {}, 0
-        if sample is None:
-            raise ValueError(
-                "sample is missing: on the rank of the first stage give an input of the size of a "
-                "micro-batch, stage(..., sample=x[:size])"
-            )
-        self._input, size = unwrapped(batch_input(self, sample))
-        self.sample = list(map(described, tensors_in(self._input)))
-        return {}, size
-
-    def _boundary(self, j: int, tree: Any) -> tuple[dict[str, Any], Boundary | None]:
-        return {}, self.parts[j].boundary(*tree) if j in self.parts else None
-
-    def _connect(self, sample: Any) -> None:
+    def _connect(self) -> None:
         """Runs the sample through the stages, one after another, so that all know what they send.
 
         Tensors that several ranks hold begin with the values of the first one.
         """
-        peers, parts = self.peers, self.parts
-        self.size = peers.agree(partial(self._taken, sample))[0]
-        tree = self.__dict__.pop("_input", None), ()
+        peers, parts, tree = self.peers, self.parts, None
         for j, rank in enumerate(self._rank_of[:-1]):
-            boundary: Any = peers.agree(partial(self._boundary, j, tree))[rank]
+            run = parts[j].boundary if j in parts else lambda _: None
+            boundary: Any = peers.agree(lambda: ({}, run(tree)))[rank]  # noqa: B023
             tree = boundary.empty(self.device)
             if j in parts:
                 parts[j].outward = boundary
@@ -304,7 +270,7 @@ class Stages(ModelNames):
             given = (index,) if part.inward is None else part.inward.wire()
             made = (loss,) if part.outward is None else part.outward.wire()
             shapes: Any = {"input_args": given, "output_args": made, "group": self._group}
-            self.stages.append(_PipelineStage(part, j, len(self.balance), self.device, **shapes))
+            self.stages.append(_Stage(part, j, len(self.balance), self.device, **shapes))
         for k, tie in enumerate(self._tied):
             ranks = list(dict.fromkeys(self._rank_of[j] for j in tie.stages))
             mine = [place for place in tie.places if place.stage in parts]
@@ -364,7 +330,7 @@ class Stages(ModelNames):
             group = data_parallel
             if group is not None:
                 group = given_group(group, "data_parallel")
-            made.append(schedule_of(Run(self, name, checked_chunks(chunks), loss, group)))
+            made.append(schedule_over(self, name, checked_chunks(chunks), loss, group))
             alike = {"schedules": name, "chunks": chunks, "loss_fn (or None)": loss is not None}
             return alike, None
 
@@ -491,16 +457,12 @@ def stage(
 
     Raises:
         TypeError, ValueError: an argument does not fit, or there is no process group.
-        RuntimeError: another rank has failed; with the reason.
+        RuntimeError: another rank has failed, with the reason; or PyTorch is older than 2.13.
     """
-    given = given_group(group, "group")
-    peers = Peers(given, "pipeline", "rank")
-    peers.closed.append(given)
-    mine = Stages(peers, given)
-    how = {"init_fn": init_fn, "seed": seed}
-    peers.agree(partial(mine._build, layers, balance, placement, device, unpack, how))
-    mine._connect(sample)
-    return mine
+    if not hasattr(PipelineStage, "_get_grad_send_meta"):
+        raise RuntimeError(f"stage needs PyTorch 2.13 or later: this is {torch.__version__}")
+    given = layers, balance, sample, placement, device, unpack
+    return Stages(given_group(group, "group"), *given, init_fn=init_fn, seed=seed)
 
 
 def _sizes(balance: Any, module: nn.Sequential, n: int, placement: str) -> list[int]:
@@ -524,30 +486,15 @@ def _device(device: Any, group: dist.ProcessGroup) -> torch.device:
     return resolve_workers([device], 1)[0].device
 
 
-def _passing(layout: SkipLayout) -> list[list[SkipKey]]:
-    """For each stage the skips that arrive with its input: to be popped there, or further on.
+class _Stage(PipelineStage):
+    """PyTorch's; in evaluation schedules ask for gradients where the next one is here as well."""
 
-    In the order of stashing, which is alike in all processes; a namespace is made anew in each.
-    """
-    found: list[list[SkipKey]] = [[] for _ in layout.incoming]
-    for source, skips in enumerate(layout.outgoing):
-        for key, target in skips.items():
-            for j in range(source + 1, target + 1):
-                found[j].append(key)
-    return found
+    def get_local_bwd_output(self, i: int) -> Any:
+        return super().get_local_bwd_output(i) if self.has_backward else ()  # type: ignore
 
-
-class _PipelineStage(PipelineStage):
-    """PyTorch's; its greeting of neighbours is for NCCL.
-
-    Gloo fails if one comes late. In a V a stage would greet its own rank.
-    """
-
-    def _get_init_p2p_neighbors_ops(self) -> Any:
-        if sends_from_host(self.group):
-            return []
-        found = super()._get_init_p2p_neighbors_ops()
-        return [each for each in found if each.group_peer != self.group_rank]
+    def set_local_bwd_input(self, grads: Any, i: int) -> None:
+        if self.has_backward:
+            super().set_local_bwd_input(grads, i)
 
 
 def _local(tensor: Any) -> Tensor:

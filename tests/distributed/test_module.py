@@ -29,7 +29,7 @@ from tests.distributed.test_gradients import (
     weigh,
     whole,
 )
-from tests.support.running import on_gradient
+from tests.support.running import Do, on_gradient
 
 TWO = ["cpu:0", "cpu:1"]
 
@@ -71,6 +71,11 @@ def evaluated() -> None:
     torch.testing.assert_close(here, F.cross_entropy(plain(x), target).detach(), **close)
     torch.testing.assert_close(everywhere, F.cross_entropy(plain(all_x), all_t).detach(), **close)
     torch.testing.assert_close(metrics["right"], fraction(plain(all_x), all_t), **close)
+    layers = nn.Sequential(nn.Linear(6, 3), Do(lambda y: {"y": y, "k": 2})).double()
+    pipe = data_parallel(Pipe(layers, [1, 1], devices=TWO, chunks=2))
+    function, options = lambda o, t: F.cross_entropy(o["y"], t), {"return_outputs": True}
+    _, outputs = pipe.train_batch(x, target, loss_fn=function, global_loss=True, **options)
+    assert type(outputs["k"]) is int  # outputs are no metrics
 
 
 def buffers() -> None:
