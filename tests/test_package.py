@@ -7,7 +7,6 @@ import shutil
 import subprocess
 import sys
 import zipfile
-from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -17,8 +16,8 @@ import syncpipe
 ROOT = Path(__file__).parents[1]
 
 
-@pytest.mark.skipif(find_spec("setuptools") is None, reason="needs setuptools")
 def test_a_wheel_has_the_package_its_types_and_its_page(tmp_path: Path) -> None:
+    pytest.importorskip("setuptools.command.bdist_wheel")  # of setuptools 70.1 or later
     source = tmp_path / "source"
     shutil.copytree(ROOT / "syncpipe", source / "syncpipe")
     for name in ("setup.py", "pyproject.toml", "README.md", "LICENSE", "MANIFEST.in"):
