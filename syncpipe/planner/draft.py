@@ -17,7 +17,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
-from itertools import accumulate, chain, product
+from itertools import accumulate, product
 from typing import Any
 
 from syncpipe.balance.profile import Profile
@@ -25,10 +25,10 @@ from syncpipe.planner.chain import Chain, Held, Mode, costs_of, ends_of, sizes_o
 from syncpipe.planner.machine import Machine
 from syncpipe.runtime.worker import has_lock
 from syncpipe.schedules import one_f_one_b
-from syncpipe.schedules.player import Costs, Simulation, lower_bound, play, quickest
+from syncpipe.schedules.player import Costs, lower_bound, play, quickest
 from syncpipe.schedules.schedule import HALVES, KINDS, Schedule, devices_of, stages_on
 
-__all__ = ["Draft", "Form", "Terms", "levels", "one_f_one_b_form"]
+__all__ = ["Draft", "Form", "Terms", "one_f_one_b_form"]
 
 
 class Form:
@@ -81,19 +81,6 @@ class Form:
 def one_f_one_b_form(m: int, slots: tuple[int, ...]) -> Form:
     """1F1B with so many slots for each stage, none with more than the one before it."""
     return Form(one_f_one_b(m, len(slots), slots=slots), slots)
-
-
-def levels(
-    form: Form, simulation: Simulation, stages: Sequence[Held]
-) -> list[list[tuple[float, float]]]:
-    """For each device the times at which what it holds changes, and the bytes from then on."""
-    found = []
-    for d, own in enumerate(form.stages_of):
-        spans = (s for s in simulation.spans if s.row == d and s.kind != "recompute")
-        times = [0.0, *chain.from_iterable((span.start, span.end) for span in spans)]
-        held = form.levels(d, {j: stages[j] for j in own})
-        found.append([*zip(times, held, strict=True)])
-    return found
 
 
 @dataclass(frozen=True)

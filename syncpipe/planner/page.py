@@ -15,7 +15,6 @@ from typing import Any
 
 from syncpipe.planner.alternatives import Alternative
 from syncpipe.planner.chain import chunk_counts, sizes_of
-from syncpipe.planner.draft import levels
 from syncpipe.planner.search import AUTO, TITLES
 from syncpipe.words import columns, count, duration, in_bytes
 
@@ -313,7 +312,7 @@ def save(path: str | os.PathLike[str], plan: Plan) -> None:
         "stages": [_row(*_HEADER, tag="th"), *(_row(*map(_clean, row)) for row in _rows(plan))],
         "layers": _layers(plan),
         "step": svg[max(0, svg.find("<svg")) :],
-        "memory": _lanes(plan),
+        "memory": _held(plan),
         "alternatives": _bars(plan),
     }
     template = Template(Path(__file__).with_name("page.html").read_text(encoding="utf-8"))
@@ -348,23 +347,15 @@ def _bar(words: str, whole: float, **parts: float) -> str:
     return f'<span class="bar">{"".join(made)}</span><small>{words}</small>'
 
 
-def _lanes(plan: Plan) -> Iterator[str]:
-    """What each device holds, up to its limit."""
-    chosen, makespan = plan.chosen, plan.simulation.makespan or 1.0
-    stages = plan.terms.stages(chosen.form, chosen.balance, chosen.modes)
-    for d, lane in enumerate(levels(chosen.form, plan.simulation, stages)):
-        peak, limit = max(level for _, level in lane), plan.machine.memory[d]
-        full = peak if math.isinf(limit) else limit
-        path = "M0 100" + "".join(
-            f"H{1000 * time / makespan:.1f}V{100 * (1 - level / (full or 1.0)):.1f}"
-            for time, level in lane
-        )
-        name = _clean(plan.machine.names[d])
-        yield (
-            f'<div class="lane"><span>{name}</span><svg viewBox="0 0 1000 100" role="img" '
-            f'preserveAspectRatio="none" aria-label="memory of {name}"><path d="{path}H1000V100z"/>'
-            f"</svg><span>{_of(peak, limit)}</span></div>"
-        )
+def _held(plan: Plan) -> Iterator[str]:
+    """A row for each device: what it holds at most, up to its limit."""
+    chosen, chain = plan.chosen, plan.terms.chain(plan.chunks)
+    for d, own in enumerate(chosen.form.stages_of):
+        held, limit = chosen.on_device[d], plan.machine.memory[d]
+        fixed = sum(chain.run(*chosen.ends[j]).fixed for j in own)
+        whole = (held if math.isinf(limit) else limit) or 1.0
+        bar = _bar(_of(held, limit), whole, fixed=fixed, stored=held - fixed)
+        yield _row(_clean(plan.machine.names[d]), bar)
 
 
 def _bars(plan: Plan) -> Iterator[str]:

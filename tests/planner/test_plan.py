@@ -22,7 +22,6 @@ import syncpipe
 from syncpipe import Pipe, Worker
 from syncpipe.balance import LayerProfile, Profile
 from syncpipe.planner import Alternative, Machine, NoPlan, Plan
-from syncpipe.planner.draft import levels
 from syncpipe.planner.search import LAYOUTS
 from syncpipe.schedules import build, gpipe, one_f_one_b, simulate
 from syncpipe.timeline.timeline import Timeline
@@ -144,8 +143,8 @@ def test_no_device_ever_holds_more_than_is_said(data: st.DataObject) -> None:
         return
     chosen, said = plan.chosen, plan.as_dict()["memory_of_devices"]
     stages = plan.terms.stages(chosen.form, chosen.balance, chosen.modes)
-    lanes = levels(chosen.form, plan.simulation, stages)
-    held = [max(level for _, level in lane) for lane in lanes]
+    places = enumerate(chosen.form.stages_of)
+    held = [max(chosen.form.levels(d, {j: stages[j] for j in own})) for d, own in places]
     for most, told, memory in zip(held, said, plan.machine.memory, strict=False):
         assert most <= told * (1 + 1e-9) <= memory * (1 + 1e-8)
     if name in NAMES or "recompute" not in chosen.modes:
@@ -341,10 +340,10 @@ def test_the_html_page_has_the_verdict_stages_layers_memory_and_alternatives(
     rows.sort(key=lambda row: math.inf if row[1] is None else row[1])
     places = [shown.index(f"<td>{escape(name)}</td>") for name, _ in rows]
     assert places == sorted(places)  # by their times
-    lanes = re.findall(r'aria-label="memory of [^"]*"><path d="([^"]*)"', shown)
-    for d, (lane, memory) in enumerate(zip(lanes, plan.chosen.on_device, strict=True)):
-        least = min(float(y) for y in re.findall(r"V([\d.]+)H", lane))  # of 100 at the limit
-        assert least == pytest.approx(100 * (1 - memory / plan.machine.memory[d]), abs=0.1)
+    held = shown.partition('<table class="held">')[2].partition("</table>")[0].split("</tr>")[:-1]
+    bars = [sum(map(float, re.findall(r"width:([\d.]+)%", row))) for row in held]
+    shares = zip(plan.chosen.on_device, plan.machine.memory, strict=False)
+    assert bars == pytest.approx([100 * a / b for a, b in shares], abs=0.1)
 
 
 def test_the_verdict_comes_first_and_is_red_where_one_should_not_pipeline(
