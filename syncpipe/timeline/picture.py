@@ -58,19 +58,14 @@ _STYLE: dict[str, Any] = {
 
 
 class Panel:
-    """A timeline as it is to be drawn, from a time that is drawn as 0, in a unit of its own."""
+    """A timeline as it is to be drawn, with times on the axis; facts stand below its title."""
 
-    def __init__(self, title: str, timeline: Any, start: float, factor: float) -> None:
-        self.title, self.start, self.factor = title, start, factor
+    def __init__(self, title: str, facts: str, timeline: Any) -> None:
+        self.title, self.facts = title, facts
         self.rows: Sequence[str] = timeline.rows
         self.spans: Sequence[Span] = timeline.spans
         self.windows: Sequence[tuple[float, float]] = timeline.windows
         self.idle: Sequence[float] = timeline.idle
-        self.facts: str = timeline.summary if self.spans else "nothing ran"
-
-    def x(self, time: float) -> float:
-        """Where a time is on the axis."""
-        return (time - self.start) * self.factor
 
     def actions(self, row: int) -> list[Span]:
         """All spans of a row but transfers."""
@@ -84,15 +79,15 @@ class Panel:
     def held(self, row: int) -> list[tuple[float, int]]:
         """From which time on how many micro-batches are in flight; empty if none goes back."""
         found = [(KINDS[s.kind].alive, s) for s in self.actions(row)]  # type: ignore[index]
-        changes = sorted((self.x(s.start if k > 0 else s.end), k) for k, s in found if k)
+        changes = sorted((s.start if k > 0 else s.end, k) for k, s in found if k)
         times, alive = [time for time, _ in changes], [k for _, k in changes]
         return list(zip(times, accumulate(alive), strict=True)) if -1 in alive else []
 
 
 def draw(panels: Sequence[Panel], axis: str) -> Figure:
     """Panels one above the other on one time axis, which has this name."""
-    spans = [(span.duration * panel.factor, span.kind) for panel in panels for span in panel.spans]
-    widths = sorted(width for width, kind in spans if width > 0 and kind != "transfer")
+    spans = [s for panel in panels for s in panel.spans if s.kind != "transfer" and s.duration > 0]
+    widths = sorted(span.duration for span in spans)
     first, last = _limits(panels)
     wanted = COMFORTABLE * (last - first) / widths[len(widths) // 5] if widths else 0.0
     inner = max(NARROWEST, min(wanted, WIDEST))
@@ -147,31 +142,31 @@ def _paint(axes: Axes, panel: Panel, panels: Sequence[Panel], inches: float) -> 
     _paint_rows(axes, panel, panels)
     boxes: dict[tuple[str, int, float, float], list[tuple[float, float]]] = defaultdict(list)
     for span, top, bottom in boxes_of(panel.spans):
-        width = span.duration * panel.factor
-        hair = min(0.005 * inch, 0.1 * width)  # to its neighbours
+        hair = min(0.005 * inch, 0.1 * span.duration)  # to its neighbours
         place = look(span), span.i % len(PALETTE), top, bottom - top
-        boxes[place].append((panel.x(span.start) + hair, width - 2 * hair))
+        boxes[place].append((span.start + hair, span.duration - 2 * hair))
     for (what, i, *y), x in boxes.items():
         # Edges, which have no width, are for hatches.
         colours: dict[str, Any]
         colours = {"facecolor": _colour(what, i), "edgecolor": _colour("backward", i)}
         hatch = HATCH if what == "recompute" else None
         axes.broken_barh(x, (y[0], y[1]), lw=0, hatch=hatch, **colours)
-    for span, text, middle in _labels(panel, inch):
+    for span, text in _labels(panel, inch):
+        middle = (span.start + span.end) / 2, span.row + sum(PARTS["box"]) / 2
         colour = _colour(look(span), span.i)
         red, green, blue = (c**2.2 for c in to_rgb(colour))
         dark = 0.21 * red + 0.72 * green + 0.07 * blue < 0.29  # its luminance
         # Over hatches a number needs quiet ground.
         effects = [withStroke(linewidth=2.5, foreground=colour)] * (span.kind == "recompute")
         axes.text(
-            middle, span.row + sum(PARTS["box"]) / 2, text, fontsize=SMALLEST, linespacing=0.95,
-            color="white" if dark else INK, ha="center", path_effects=effects,
+            *middle, text, fontsize=SMALLEST, linespacing=0.95, ha="center", path_effects=effects,
+            color="white" if dark else INK,
             va="center" if "\n" in text else "center_baseline",
         )  # fmt: skip
 
 
 def _limits(panels: Sequence[Panel]) -> tuple[float, float]:
-    times = [panel.x(t) for panel in panels for window in panel.windows for t in window] or [0.0]
+    times = [t for panel in panels for window in panel.windows for t in window] or [0.0]
     return min(times), max(times) if max(times) > min(times) else min(times) + 1.0
 
 
@@ -180,7 +175,7 @@ def _paint_rows(axes: Axes, panel: Panel, panels: Sequence[Panel]) -> None:
     top, bottom = PARTS["box"]
     every = [each.held(row) for each in panels for row in range(len(each.rows))]
     most = max([1, *(count for held in every for _, count in held)])
-    lane = [(panel.x(start), panel.x(end) - panel.x(start)) for start, end in panel.windows]
+    lane = [(start, end - start) for start, end in panel.windows]
     for row, idle in enumerate(panel.idle):
         note = f"{round(idle, 9):.0%} idle"
         axes.broken_barh(lane, (row + top, bottom - top), facecolor=IDLE, lw=0)
@@ -211,16 +206,15 @@ def boxes_of(spans: Sequence[Span]) -> Iterator[tuple[Span, float, float]]:
             yield span, row + top + lane * pitch, row + top + (lane + 0.9) * pitch
 
 
-def _labels(panel: Panel, inch: float) -> Iterator[tuple[Span, str, float]]:
+def _labels(panel: Panel, inch: float) -> Iterator[tuple[Span, str]]:
     """What stands in boxes that have room: the micro-batch, and which of several stages."""
     for row in range(len(panel.rows)):
         own = panel.actions(row)
         several = len({span.j for span in own}) > 1
         for span in own:
-            left, right = panel.x(span.start), panel.x(span.end)
             lines = [str(span.i), *([f"s{span.j}"] if several else [])]
-            if (right - left) / inch >= max(_wide(line, SMALLEST) for line in lines):
-                yield span, "\n".join(lines), (left + right) / 2
+            if span.duration / inch >= max(_wide(line, SMALLEST) for line in lines):
+                yield span, "\n".join(lines)
 
 
 def _legend(panels: Sequence[Panel]) -> list[tuple[Any, str]]:

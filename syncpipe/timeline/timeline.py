@@ -14,6 +14,7 @@ import os
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from io import StringIO
 from pathlib import Path
 from statistics import fmean, median
@@ -269,7 +270,12 @@ def _panels(timelines: Mapping[str, Timeline], scale: bool = False) -> tuple[Any
         # One alone is drawn as it is, several from the first start of each.
         start = min((s.start for s in timeline.spans), default=0.0) if len(timelines) > 1 else 0.0
         share = 100 / (timeline.makespan or 1.0) if scale else factor
-        panels.append(picture.Panel(title, timeline, start, share))
+        moved = [
+            replace(s, start=(s.start - start) * share, end=(s.end - start) * share)
+            for s in timeline.spans
+        ]
+        facts = timeline.summary if moved else "nothing ran"
+        panels.append(picture.Panel(title, facts, Timeline(moved, timeline.rows)))
     return picture, panels, "time (% of the makespan)" if scale else f"time ({unit})"
 
 
