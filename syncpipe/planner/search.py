@@ -55,8 +55,11 @@ _LONG, _SHORT, _CELLS = 300_000, 30_000, 4096
 #: So many drafts are improved, with so many actions to play for all and for each, if they are at
 #: most so many times as slow as the best.
 _IMPROVED, _WORK, _EACH, _PROMISING = 32, 600_000, 100_000, 1.3
-#: Slots near others have so many more.
-_NEAR = (0, 1, 2, -1)
+#: Families have so many times fewer slots than the textbook.
+_PARTS = (1, 1.25, 1.5, 2, 3, 4)
+#: What one move makes at most so many times as slow is worth another; and plans for so much less
+#: memory are tried as well.
+_HARDLY, _LESS = 1.05, (0.94, 0.88, 0.8, 0.7, 0.6, 0.5)
 _MOST_DEVICES = 64
 #: Cuts are looked for at so many boundaries, and then at those near the ones that were found.
 _BOUNDARIES = 256
@@ -215,8 +218,8 @@ def search(
     so a plan on fewer devices is among those for more, and the numbers of micro-batches are the
     same for any memory. One stage is one device that takes micro-batches one after another.
 
-    The best of each cut, and of each choice of what its stages do with activations, are improved,
-    and then what is cut anew for slots near those of the best of all, as long as that helps.
+    The best of each cut, and of each choice of what its stages do with activations, are improved;
+    then what fits into less memory, and as long as that helps what is near the best of all.
 
     Returns:
         The best for each number of stages that was not left out; empty if nothing fits.
@@ -237,7 +240,7 @@ def search(
     while tasks and tasks[0][0] < fastest * (1 - NOTICED):
         low, m, n, bounded = heapq.heappop(tasks)
         if bounded:
-            found += _drafts(programs[m], n, _families(n, m), low)
+            found += _drafts(programs[m], n, low)
             fastest = min([fastest, *(draft.time for draft in found)])
         elif (value := programs[m].cut(n)[0]) < math.inf:
             heapq.heappush(tasks, (max(low, _rounded(value)), m, n, True))
@@ -257,13 +260,39 @@ def search(
                 draft, left = improved(terms, draft, each)
                 n, work, fastest = len(draft.balance), work - each + left, min(fastest, draft.time)
                 best[n] = min(best[n], draft, key=_rank)
-        first = min(best.values(), key=_rank)
-        found, m, n, own = [], first.chunks, first.form.n, first.form.in_flight
-        if improve and first.time < before and first.time > first.bound * (1 + NOTICED):
-            near = [(*(min(m, max(1, q + step)) for q in own[:-1]), own[-1]) for step in _NEAR]
-            found = _drafts(programs[m], n, near * (n > 1), 0.0, first.time, own)
+        first, found = min(best.values(), key=_rank), []
+        if improve and first.bound * (1 + NOTICED) < first.time < before:
+            if work > 0:
+                found += _around(terms, first)
+                work -= len(found) * first.chunks * first.form.n * 2
+            for one in best.values() if before == math.inf else ():
+                if one.time < fastest * _PROMISING:
+                    found += _tighter(terms, one.chunks, one.form.n, boundaries, fastest)
         before = first.time
     return sorted(best.values(), key=_rank)
+
+
+def _around(terms: Terms, draft: Draft) -> Iterator[Draft]:
+    """What single moves make of a draft, if it is hardly slower: with two it may be faster."""
+    for balance, slots in _neighbours(terms, draft):
+        assert slots
+        form, at_most = one_f_one_b_form(draft.chunks, slots), draft.time * _HARDLY
+        other = terms.draft(form, balance, at_most=at_most)
+        if other is not None and other.excess <= 1 and other.time <= at_most:
+            yield other
+
+
+def _tighter(terms: Terms, m: int, n: int, boundaries: int, fastest: float) -> Iterator[Draft]:
+    """What fits into less and less memory, as long as something there may be as fast: else a plan
+    might be slower with more of it.
+    """
+    for part in _LESS if min(terms.machine.memory) < math.inf else ():
+        memory = tuple([part * size for size in terms.machine.memory])
+        program = Program(terms.on(replace(terms.machine, memory=memory)), m, boundaries)
+        if program.cut(n)[0] >= fastest:
+            return
+        drafts = (terms.draft(x.form, x.balance) for x in _drafts(program, n, 0.0, fastest))
+        yield from filter(None, drafts)
 
 
 def _rounded(bound: float) -> float:
@@ -272,25 +301,23 @@ def _rounded(bound: float) -> float:
 
 
 def _families(n: int, m: int) -> list[Slots]:
-    """Slots of each stage: as many as fit (empty), those that hide transfers, the textbook's, what
-    is halfway between, half of the textbook's, a third, a quarter, and one.
+    """Slots of each stage: as many as fit (empty), those that hide transfers, what is halfway to
+    the textbook's, these, parts of them, and one.
     """
     more = [tuple(min(m, n - s + (n - s - 1) // part) for s in range(n)) for part in (1, 2)]
-    less = [tuple(min(m, -(-(n - s) // part)) for s in range(n)) for part in (1, 2, 3, 4)]
-    return [(), *more, *less, (1,) * n] if n > 1 else [(1,)]
+    less = [tuple(min(m, math.ceil((n - s) / part)) for s in range(n)) for part in _PARTS]
+    return list(dict.fromkeys([(), *more, *less, (1,) * n])) if n > 1 else [(1,)]
 
 
-def _drafts(
-    program: Program, n: int, families: Iterable[Slots], enough: float = 0.0,
-    fastest: float = math.inf, *more: Slots,
-) -> list[Draft]:  # fmt: skip
-    """What fits of the cuts with the least bounds for these slots, with them and with others, as
-    many of them as fit; until one takes no longer than is enough.
+def _drafts(program: Program, n: int, enough: float, fastest: float = math.inf) -> list[Draft]:
+    """What fits of the cuts with the least bounds for each family of slots, with these and with
+    others, as many of them as fit; until one takes no longer than is enough.
     """
     terms, m, found = program.terms, program.count, list[Draft]()
-    for slots in dict.fromkeys(families):
+    families = _families(n, m)
+    for slots in families:
         balance = program.cut(n, slots)[1] if fastest > enough * (1 + NOTICED) else ()
-        caps = (slots or (m,) * n, *_families(n, m)[1:4], *more)
+        caps = (slots or (m,) * n, *families[1:4])
         fitting = (_fitting(terms, balance, m, part, cap) for cap in caps for part in (0, 0.5, 1))
         for some in dict.fromkeys(filter(None, fitting)):
             form, at_most = one_f_one_b_form(m, some), fastest * _PROMISING
@@ -345,17 +372,9 @@ def improved(terms: Terms, draft: Draft, work: int) -> tuple[Draft, int]:
             at_most = draft.time if draft.excess <= 1 else math.inf
             other = terms.draft(form, balance, at_most=at_most)
             work -= actions if other else actions // 16
-            if other and _better(other, draft):
+            if other and other.rank < draft.rank:
                 draft, changed = other, True
     return draft, work
-
-
-def _better(draft: Draft, than: Draft) -> bool:
-    """Fits better, is faster, or as fast with fewer in flight."""
-    if draft.excess != than.excess:
-        return draft.excess < than.excess
-    fewer = sum(draft.form.in_flight) < sum(than.form.in_flight)
-    return draft.time < than.time * (1 - NOTICED) or (draft.time <= than.time and fewer)
 
 
 def _neighbours(terms: Terms, draft: Draft) -> Iterator[tuple[Balance, Slots | None]]:
