@@ -21,8 +21,8 @@ from torch.optim import Optimizer
 from syncpipe.data import tensors_in
 from syncpipe.hints import explained, outside, refuse_backward, target_hint, unknown_attribute
 from syncpipe.layers.building import Initialization
-from syncpipe.layers.conversion.inline import HOOKS
 from syncpipe.layers.conversion.layer import ModelNames
+from syncpipe.layers.conversion.sequential import HOOKS
 from syncpipe.layers.conversion.signature import batch_input, call_input, model_signature
 from syncpipe.layers.listing import Layer, Layers, as_layer, as_sequential
 from syncpipe.layers.placement import check_devices, check_input, moves, own_call
@@ -763,14 +763,13 @@ class Pipe(ModelNames):
         self, state_dict: dict[str, Any], prefix: str, local_metadata: Any, *args: Any
     ) -> None:
         translate_keys(state_dict, prefix, self)
+        super()._load_from_state_dict(state_dict, prefix, local_metadata, *args)
         if local_metadata.get("assign_to_params_buffers", False):
             for partition, worker in zip(self.partitions, self._layout.workers, strict=True):
                 own = tuple(f"{prefix}{name}." for name in partition._modules)
                 for key, value in state_dict.items():
                     if key.startswith(own) and isinstance(value, Tensor):
                         state_dict[key] = value.to(worker.device)
-        # Without that of ModelNames: translate_keys has put the indices before the keys already.
-        nn.Module._load_from_state_dict(self, state_dict, prefix, local_metadata, *args)
 
     def __prepare_scriptable__(self) -> NoReturn:
         raise TypeError(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from syncpipe.data import places_of
-from syncpipe.layers.listing import LayerSpec, as_sequential, has_specs
+from syncpipe.layers.listing import LayerSpec, as_sequential, has_specs, tied_tensor
 from syncpipe.layers.ties import move_layers
 from syncpipe.runtime.errors import annotate
 from syncpipe.runtime.random_numbers import Generators, run_seeded
@@ -93,35 +93,35 @@ def build_layers(
     Raises:
         BaseException: what a layer raised, with a note that names it.
     """
-    owners: dict[Any, nn.Module] = {}  # by key the first layer with a ``TiedLayerSpec``
-    for layer in chain.from_iterable(partition.children() for partition in partitions):
-        if (tie := vars(layer).get("_syncpipe_tie")) is not None:
-            owners.setdefault(tie[0], layer)
     owned: dict[int, tuple[Tensor, Tensor]] = {}
     stay: set[int] = set()  # what a stage on meta has, and others share with it
+    built = set[nn.Module]()
     sizes = [len(partition._modules) for partition in partitions]
     firsts = list(accumulate(sizes, initial=0)) if firsts is None else firsts
     for first, partition, device in zip(firsts, partitions, devices, strict=False):
         layers: dict[str, Any] = partition._modules
         for index, (name, layer) in enumerate(layers.items(), first):
-            here = set(map(id, waiting(layer)))
-            verb, shown = "initialising", type(layer).__name__
             if isinstance(layer, LayerSpec):
-                verb, shown = "building", repr(layer)
-                make = partial(_built, layer, device, how.init_fn, owners, owned)
-            elif device.type == "meta" or here <= stay:
-                stay |= here
+                verb, make = "building", partial(build_alone, layer, device, how.init_fn)
+            elif device.type == "meta":
+                stay |= set(map(id, waiting(layer)))
                 continue
+            elif set(map(id, waiting(layer))) - stay:
+                verb, make = "initialising", partial(give_values, layer, device, how.init_fn, owned)
             else:
-                make = partial(give_values, layer, device, how.init_fn, owned)
+                continue
             try:
                 layers[name] = how.run(index, device, make)
             except BaseException as error:
+                shown = repr(layer) if verb == "building" else type(layer).__name__
                 annotate(error, f"while {verb} layer {index} ({name!r}: {shown}) on {device}")
                 raise
+            if verb == "building":
+                built.add(layers[name])
     for module, _, name, tensor in list(chain.from_iterable(map(places_of, partitions))):
         if id(tensor) in owned:  # also on a stage that stays on meta
             setattr(module, name, owned[id(tensor)][1])
+    _tie(chain.from_iterable(partition.children() for partition in partitions), built)
 
 
 def or_as_before(partitions: Sequence[nn.Module], run: Callable[[], _T]) -> _T:
@@ -154,7 +154,7 @@ def on_meta(layers: Any) -> nn.Sequential:
     return made
 
 
-def build_alone(spec: LayerSpec, device: torch.device) -> nn.Module:
+def build_alone(spec: LayerSpec, device: torch.device, init_fn: InitFn | None = None) -> nn.Module:
     """One layer by itself, on a device; on ``meta`` also one whose constructor needs values."""
     layer = None
     if device.type == "meta":
@@ -164,51 +164,34 @@ def build_alone(spec: LayerSpec, device: torch.device) -> nn.Module:
         with torch.device("cpu" if device.type == "meta" else _memory_of(device)):
             layer = spec.build()
     move_layers([layer], [device])  # what the constructor put elsewhere
-    return layer
-
-
-def _built(
-    spec: LayerSpec,
-    device: torch.device,
-    init_fn: InitFn | None,
-    owners: dict[Any, nn.Module],
-    owned: dict[int, tuple[Tensor, Tensor]],
-) -> nn.Module:
-    """One layer, which shares what it is told to with the owner of its key."""
-    layer = build_alone(spec, device)
     if init_fn is not None:
         with torch.no_grad(), torch.device(_memory_of(device)):
             layer.apply(init_fn)
-    key, attributes = vars(layer).get("_syncpipe_tie", (None, ()))
-    for attribute in attributes:
-        owner = owners.setdefault(key, layer)
-        (mine, kind), (other, other_kind) = (_found(each, attribute) for each in (layer, owner))
-        if kind != other_kind:
-            raise ValueError(
-                f"{attribute!r} of this {type(layer).__name__} is {kind}, and that of the "
-                f"{type(owner).__name__} with which it is tied by the key {key!r} is {other_kind}: "
-                "they must be alike"
-            )
-        if other.is_meta and not mine.is_meta:  # the owner comes later, and gets these values
-            owned[id(other)] = other, mine
-            continue
-        for module, _, name, tensor in list(places_of(layer)):
-            if tensor is mine:
-                setattr(module, name, other)
     return layer
 
 
-def _found(layer: nn.Module, attribute: str) -> tuple[Tensor, str]:
-    """A parameter or buffer of a layer, and of what kind it is."""
-    with suppress(AttributeError):
-        tensor = operator.attrgetter(attribute)(layer)
-        if any(tensor is own for own in _tensors(layer)):
-            kind = "parameter" if isinstance(tensor, nn.Parameter) else "buffer"
-            return tensor, f"a {kind} {tensor.dtype} {list(tensor.shape)}"
-    raise AttributeError(
-        f"tied_weight_attr={attribute!r}: {type(layer).__name__} has no parameter and no buffer "
-        "there"
-    )
+def _tie(layers: Iterable[nn.Module], built: set[nn.Module]) -> None:
+    """Has layers share what they are told to with the first one of their key, if one is new."""
+    owners: dict[Any, nn.Module] = {}
+    for layer in layers:
+        key, attributes = vars(layer).get("_syncpipe_tie", (None, ()))
+        owner = owners.setdefault(key, layer)
+        for attribute in attributes if built & {owner, layer} else ():
+            mine, other = (tied_tensor(each, attribute) for each in (layer, owner))
+            if _kind(mine) != _kind(other):
+                raise ValueError(
+                    f"{attribute!r} of this {type(layer).__name__} is {_kind(mine)}, and that of "
+                    f"the {type(owner).__name__} with which it is tied by the key {key!r} is "
+                    f"{_kind(other)}: they must be alike"
+                )
+            for module, _, name, tensor in list(places_of(layer)):
+                if tensor is mine:
+                    setattr(module, name, other)
+
+
+def _kind(tensor: Tensor) -> str:
+    what = "parameter" if isinstance(tensor, nn.Parameter) else "buffer"
+    return f"a {what} {tensor.dtype} {list(tensor.shape)}"
 
 
 # Values for what is on meta

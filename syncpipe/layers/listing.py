@@ -7,10 +7,12 @@ from __future__ import annotations
 
 import copy
 import functools
+import gc
 import inspect
 import reprlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from contextvars import ContextVar
+from itertools import chain
 from pathlib import PurePath
 from types import BuiltinFunctionType, CellType, FunctionType, MethodType
 from typing import Any
@@ -205,9 +207,23 @@ class TiedLayerSpec(LayerSpec):
         """Make the layer, with weights of its own."""
         layer = super().build()
         layer.__dict__["_syncpipe_tie"] = self._tie
+        for name in self._tie[1]:
+            tied_tensor(layer, name)  # it is there
         if self.forward_fn is not None:
             layer.__dict__["forward"] = functools.partial(_forward, layer, self.forward_fn)
         return layer
+
+
+def tied_tensor(layer: nn.Module, name: str) -> Tensor:
+    """The parameter or buffer of a layer that ``tied_weight_attr`` names."""
+    for path, tensor in chain(
+        layer.named_parameters(remove_duplicate=False), layer.named_buffers(remove_duplicate=False)
+    ):
+        if path == name:
+            return tensor
+    raise AttributeError(
+        f"tied_weight_attr={name!r}: {type(layer).__name__} has no parameter and no buffer there"
+    )
 
 
 _running: ContextVar[nn.Module | None] = ContextVar("syncpipe_tied_layer", default=None)
@@ -225,6 +241,9 @@ def _forward(layer: nn.Module, forward_fn: Callable[..., Any], *args: Any, **kwa
 
 
 # Callables
+
+#: What is looked into for weights.
+_HOLD = (functools.partial, MethodType, FunctionType, CellType, tuple, dict)
 
 
 class Function(nn.Module):
@@ -288,21 +307,13 @@ def _brief(value: Any) -> str:
     return str(getattr(value, "__name__", "")) or reprlib.repr(value)
 
 
-def _held(function: Any) -> Iterator[Any]:
+def _held(function: Any) -> list[Any]:
     """What a callable holds, as far as one can see."""
-    pending = [function, *getattr(function, "__dict__", {}).values()]
-    seen: set[int] = set()
-    while pending:
-        thing = pending.pop()
-        if id(thing) in seen:
-            continue
-        seen.add(id(thing))
-        yield thing
-        if isinstance(thing, functools.partial):
-            pending += [thing.func, *thing.args, *thing.keywords.values()]
-        elif isinstance(thing, MethodType):
-            pending += [thing.__self__, thing.__func__]
-        elif isinstance(thing, FunctionType):
-            cells = [cell for cell in thing.__closure__ or () if cell != CellType()]
-            pending += [cell.cell_contents for cell in cells]
-            pending += [*(thing.__defaults__ or ()), *(thing.__kwdefaults__ or {}).values()]
+    found, seen = [function], {id(function)}
+    for thing in found:
+        if thing is function or isinstance(thing, _HOLD):
+            # Neither what is named in its module.
+            seen |= {id(getattr(thing, name, None)) for name in ("__globals__", "__builtins__")}
+            found += [held for held in gc.get_referents(thing) if id(held) not in seen]
+            seen |= set(map(id, found))
+    return found

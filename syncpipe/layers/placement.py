@@ -10,8 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from syncpipe.data import NoChunk, flatten
-from syncpipe.layers.conversion.inline import hooks_of
-from syncpipe.layers.conversion.sequential import Converted
+from syncpipe.layers.conversion.sequential import Converted, hooks_of
 from syncpipe.layers.unpack import PipeSequential
 from syncpipe.runtime.streams import accelerators, checked_device, same_memory
 from syncpipe.runtime.worker import Worker

@@ -18,7 +18,6 @@ from typing import Any
 
 from torch import nn
 
-from syncpipe.layers.conversion.layer import index_keys
 from syncpipe.skip.skippable import is_skippable
 
 __all__ = ["translate_keys"]
@@ -33,7 +32,6 @@ def translate_keys(state_dict: dict[str, Any], prefix: str, module: nn.Module) -
 
     ``prefix`` is what stands before the keys of ``module``, whose children are the layers.
     """
-    index_keys(state_dict, prefix, module)
     wrapped = [
         path
         for path, layer in module.named_modules()

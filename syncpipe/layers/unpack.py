@@ -87,16 +87,16 @@ def call_note(error: BaseException, layer: Any, value: Any, *, unpack: bool) -> 
             return False
         return True
 
+    spread, alone = Unpacked(fits)(value), fits(value)
+    if spread if unpack else alone:
+        return None
     what = f"one {type(value).__name__}"
     if type(value) is tuple:
         what = f"a tuple of {len(value)}"
     elif type(value) is dict:
         what = f"a dict with {', '.join(map(repr, value)) or 'no keys'}"
-    spread = Unpacked(fits)(value)
     if unpack:
-        return None if spread else f"unpack=True called it with {what}"
-    if fits(value):
-        return None
+        return f"unpack=True called it with {what}"
     if not spread:
         return f"it was called with one argument, {what}"
     return (

@@ -40,7 +40,7 @@ from syncpipe.layers.conversion.trace import DEVICE, Function, Tracer
 from syncpipe.skip import Namespace, store
 from syncpipe.skip.skippable import Declaration
 
-__all__ = ["ConvertedLayer", "Holder", "ModelNames", "index_keys", "layers_of"]
+__all__ = ["ConvertedLayer", "Holder", "ModelNames", "layers_of"]
 
 _grad_off = Function(torch._C._set_grad_enabled, "set_grad_enabled")
 _grad_now = Function(torch.is_grad_enabled, "is_grad_enabled")
@@ -64,15 +64,29 @@ class _Segment:
 def layers_of(
     model: nn.Module, runs: Sequence[Tracer], signature: Signature
 ) -> list[ConvertedLayer]:
-    """The layers of a model, as many as there can be, that do what was traced in each mode."""
+    """The layers of a model, as many as there can be, that do what was traced in each mode.
+
+    Parameters and buffers that none of them uses are held by the last one, so that nothing is
+    missing in a checkpoint, or by the one that has them under another name.
+    """
     found, namespace = list(zip(*_segments(runs, model), strict=True)), Namespace()
-    layers = [ConvertedLayer(k, segments, namespace) for k, segments in enumerate(found)]
+    layers = [ConvertedLayer(k, each, namespace, model) for k, each in enumerate(found)]
     layers[0]._model_signature = signature
-    _distribute(model, layers, found)
+    members, used = _members(model), list(map(_members, layers))
+    homes = {t: layer for layer, own in zip(layers, used, strict=True) for t in own.values()}
+    for path in members.keys() - set(chain(*used)):
+        homes.setdefault(members[path], layers[-1]).hold(model, path)
     for layer in layers:
+        layer._names = list(members), list(model.state_dict())
         if any(kind in text for kind in _FLOATS for text, _ in layer._codes):
             layer._converted_for = layer._dtype
     return layers
+
+
+def _members(module: nn.Module) -> dict[str, Tensor]:
+    """The parameters and buffers of a module, all of their names."""
+    parameters = module.named_parameters(remove_duplicate=False)
+    return dict(chain(parameters, module.named_buffers(remove_duplicate=False)))
 
 
 # Cutting
@@ -80,8 +94,7 @@ def layers_of(
 
 def _segments(runs: Sequence[Tracer], model: nn.Module) -> list[list[_Segment]]:
     """The segments in each mode."""
-    lives = [run.live for run in runs]
-    nodes = [[n for n in r.nodes if n in live] for r, live in zip(runs, lives, strict=True)]
+    nodes = [run.live for run in runs]
     starts = [[n for n in each if _begins(n, model)] for each in nodes]
     names = [[f"{n.meta['owner']} {n.op} {n.target!r}" for n in each] for each in starts]
     costs = list(map(_costs, nodes))
@@ -116,23 +129,24 @@ def _costs(nodes: list[fx.Node]) -> list[float]:
     No cut may be where memory is written that is used under another name later: on another device
     that would be a copy, which does not see what is written.
     """
-    place = {node: p for p, node in enumerate(nodes)}
     last_use = {used: p for p, node in enumerate(nodes) for used in node.all_input_nodes}
+    memory = [set(map(storage_of, _tensor(node))) for node in nodes]
     costs = [0.0] * (len(nodes) + 1)
-    memory: dict[int, list[fx.Node]] = {}
     for p, node in enumerate(nodes):
-        value = node.meta["value"]
         for k in range(p + 1, last_use.get(node, 0) + 1):
-            costs[k] += max(1, sum(tensor.nbytes for tensor in tensors_in(value)))
-        if isinstance(value, Tensor):
-            memory.setdefault(storage_of(value), []).append(node)
-    for p, node in enumerate(nodes):
-        values = [used.meta["value"] for used in node.all_input_nodes if node.meta["writes"]]
-        for number in {storage_of(value) for value in values if isinstance(value, Tensor)}:
-            for alias in memory.get(number, []):
-                if place[alias] < p < last_use.get(alias, 0):
-                    costs[place[alias] + 1 : p + 1] = [inf] * (p - place[alias])
+            costs[k] += max(1, sum(tensor.nbytes for tensor in tensors_in(node.meta["value"])))
+        used = node.all_input_nodes if node.meta["writes"] else []
+        written = {storage_of(tensor) for each in used for tensor in _tensor(each)}
+        for q, alias in enumerate(nodes[:p]):
+            if written & memory[q] and alias not in used and last_use.get(alias, 0) > p:
+                costs[q + 1 : p + 1] = [inf] * (p - q)
     return costs
+
+
+def _tensor(node: fx.Node) -> list[Tensor]:
+    """What a node gives, if that is a tensor."""
+    value = node.meta["value"]
+    return [value] if isinstance(value, Tensor) else []
 
 
 def _connected(nodes: list[fx.Node], cuts: list[int]) -> list[_Segment]:
@@ -151,12 +165,13 @@ def _connected(nodes: list[fx.Node], cuts: list[int]) -> list[_Segment]:
 # Writing
 
 
-def _written(segment: _Segment, comes: list[int], goes: list[int], layer: nn.Module) -> _Code:
+def _written(
+    segment: _Segment, comes: list[int], goes: list[int], layer: ConvertedLayer, model: nn.Module
+) -> _Code:
     """The code of a segment, whose names are dropped after their last use.
 
     It takes what comes from each of some layers, and returns what goes to each of others: a value,
-    or a tuple if it is not just one. What it uses as attributes of the layer that the model does
-    not have is put there.
+    or a tuple if it is not just one. What it uses as attributes of the layer is put there.
     """
     graph, known = fx.Graph(), dict[fx.Node, fx.Node]()
     for k, other in enumerate(comes):
@@ -181,9 +196,12 @@ def _written(segment: _Segment, comes: list[int], goes: list[int], layer: nn.Mod
         if leaf not in known:  # a parameter, a buffer or a constant
             name, value = str(leaf.target), leaf.meta["value"]
             known[leaf] = graph.get_attr(name)
-            if isinstance(value, Tensor) and leaf.meta["key"][0] == "object":
+            kind = leaf.meta["key"][0]
+            if kind == "attribute":
+                layer.hold(model, name)
+            elif kind == "object" and isinstance(value, Tensor):
                 layer.register_buffer(name, value, persistent=False)
-            elif leaf.meta["key"][0] == "object":
+            elif kind == "object":
                 layer.__dict__[name] = value
         return known[leaf]
 
@@ -197,6 +215,8 @@ def _written(segment: _Segment, comes: list[int], goes: list[int], layer: nn.Mod
         elif before is not None and node.meta["grad"]:
             graph.call_function(_grad_off, (before,))
             before = None
+        if node.op == "call_module":
+            layer.hold(model, str(node.target))
         args, kwargs = fx.node.map_aggregate((node.args, node.kwargs), here)
         known[node] = graph.create_node(node.op, node.target, args, kwargs, node.meta["name"])
     if not any(node.op == "output" for node in graph.nodes):
@@ -228,7 +248,9 @@ class ConvertedLayer(Holder):
     one are skips. The first layer has the signature of the model.
     """
 
-    def __init__(self, k: int, segments: Sequence[_Segment], namespace: Namespace) -> None:
+    def __init__(
+        self, k: int, segments: Sequence[_Segment], namespace: Namespace, model: nn.Module
+    ) -> None:
         super().__init__()
         self._model_signature: Signature | None = None
         self._is_last = segments[0].nodes[-1].op == "output"
@@ -239,14 +261,11 @@ class ConvertedLayer(Holder):
             tuple([f"{k} to {b}" for b in goes[1:]]), tuple([f"{a} to {k}" for a in comes[1:]])
         )
         self._skip_namespaces = dict.fromkeys(self._syncpipe_skips.names, namespace)
-        self._codes = [_written(segment, comes, goes, self) for segment in segments]
+        self._codes = [_written(segment, comes, goes, self, model) for segment in segments]
         self._functions = list(map(_compiled, self._codes))
         self._converted_for: torch.dtype | None = None  # where the code has dtypes in it
         #: The names of members in the model, and those in its state, in order.
         self._names: tuple[list[str], list[str]] = [], []
-        self.register_load_state_dict_post_hook(  # type: ignore[no-untyped-call]
-            _named_as_in_the_model
-        )
 
     @property
     def _device(self) -> torch.device:
@@ -281,23 +300,17 @@ class ConvertedLayer(Holder):
             store.put((namespaces[name], name), value, self)
         return sent[0]
 
-    def hold(self, path: str, value: nn.Module | Tensor, *, persistent: bool = True) -> None:
+    def hold(self, model: nn.Module, path: str) -> None:
         """Registers a module, parameter or buffer of the original at its path."""
-        at: Any = self
+        at: nn.Module = self
         *way, name = path.split(".")
         for part in way:
-            at = at._modules.setdefault(part, Holder())
-        kind = {nn.Module: "_modules", nn.Parameter: "_parameters"}
-        own = next((kind[cls] for cls in kind if isinstance(value, cls)), "_buffers")
-        getattr(at, own)[name] = value
-        if own == "_buffers" and not persistent:
-            at._non_persistent_buffers_set.add(name)
-
-    def _load_from_state_dict(
-        self, state_dict: Any, prefix: str, metadata: Any, strict: bool, *messages: list[str]
-    ) -> None:
-        self.__dict__["_loading"] = prefix, messages
-        super()._load_from_state_dict(state_dict, prefix, metadata, strict, *messages)
+            at = at._modules.setdefault(part, Holder())  # type: ignore[assignment]
+            model = model._modules[part]  # type: ignore[assignment]
+        for kind in ("_modules", "_parameters", "_buffers"):
+            if name in getattr(model, kind):
+                getattr(at, kind)[name] = getattr(model, kind)[name]
+        at._non_persistent_buffers_set |= model._non_persistent_buffers_set & {name}
 
     def __repr__(self) -> str:
         texts = list(dict.fromkeys(text.rstrip() for text, _ in self._codes))
@@ -316,80 +329,11 @@ class ConvertedLayer(Holder):
         self._functions = list(map(_compiled, self._codes))
 
 
-def _named_as_in_the_model(layer: nn.Module, _: Any) -> None:
-    """Takes the index of a layer out of what loading it has to say."""
-    prefix, messages = layer.__dict__.pop("_loading")
-    own = re.compile(rf"(^| ){re.escape(prefix)}")
-    for texts in messages:
-        texts[:] = [own.sub(rf"\1{_outer(prefix)}", text) for text in texts]
-
-
-def _outer(prefix: str) -> str:
-    """A prefix without its last part, the name of the layer itself."""
-    head = prefix.removesuffix(".").rpartition(".")[0]
-    return f"{head}." if head else ""
-
-
 def _packed(values: Sequence[Any]) -> Any:
     return values[0] if len(values) == 1 else tuple(values)
 
 
-def _distribute(
-    model: nn.Module, layers: list[ConvertedLayer], found: Iterable[Iterable[_Segment]]
-) -> None:
-    """Gives each layer the modules, parameters and buffers that its segments use.
-
-    What no layer uses goes to the last one, so that nothing is missing in a checkpoint; a module
-    that is in the model twice goes to the layer that has it.
-    """
-    members = {
-        **dict(model.named_parameters(remove_duplicate=False)),
-        **dict(model.named_buffers(remove_duplicate=False)),
-    }
-    things: dict[str, Any] = {**dict(model.named_modules(remove_duplicate=False)), **members}
-    names = list(members), list(model.state_dict())
-    homes: set[str] = set()
-    held: dict[Any, int] = {}
-
-    def hold(k: int, path: str) -> None:
-        owner, _, name = path.rpartition(".")
-        unsaved = model.get_submodule(owner)._non_persistent_buffers_set
-        layers[k].hold(path, things[path], persistent=name not in unsaved)
-        homes.add(path)
-        held[things[path]] = k
-
-    for k, segments in enumerate(found):
-        layers[k]._names = names
-        for node in (node for segment in segments for node in segment.nodes):
-            used = [node] if node.op == "call_module" else []
-            used += [n for n in node.all_input_nodes if n.op == "get_attr" and n.target in members]
-            for each in used:
-                hold(k, str(each.target))
-    for path, thing in things.items():
-        inside = any(f"{path}.".startswith(f"{home}.") for home in homes)
-        opened = not path or any(home.startswith(f"{path}.") for home in homes)
-        if not (inside or opened):
-            hold(held.get(thing, len(layers) - 1), path)
-
-
 # What holds such layers
-
-
-def index_keys(state_dict: dict[str, Any], prefix: str, module: nn.Module) -> None:
-    """Puts the index of the converted layer that holds it before each key of a model, in place.
-
-    ``prefix`` is what stands before the keys of ``module``, whose children are the layers.
-    """
-    found: dict[str, Any] = {}
-    taken: set[str] = set()
-    for name, layer in module._modules.items():
-        for key in layer.state_dict() if isinstance(layer, ConvertedLayer) else ():
-            if prefix + key in state_dict:
-                found[f"{prefix}{name}.{key}"] = state_dict[prefix + key]
-                taken.add(prefix + key)
-    for key in taken - found.keys():
-        del state_dict[key]
-    state_dict.update(found)
 
 
 class ModelNames(nn.Module):
@@ -397,29 +341,34 @@ class ModelNames(nn.Module):
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
-        # The first one, so hooks of users see the model's names.
-        self._register_state_dict_hook(_with_model_names)  # type: ignore[no-untyped-call]
+        # The first ones, so hooks of users see the model's names.
+        self._register_state_dict_hook(_save_with_model_names)  # type: ignore[no-untyped-call]
+        self.register_load_state_dict_post_hook(  # type: ignore[no-untyped-call]
+            _say_with_model_names
+        )
 
-    def _layer(self, name: str) -> ConvertedLayer | None:
-        """The converted layer in which something of this name is."""
-        layer = self._modules.get(name.partition(".")[0])
-        return layer if isinstance(layer, ConvertedLayer) else None
+    def _converted(self) -> dict[str, ConvertedLayer]:
+        """The converted layers by name."""
+        layers = self._modules.items()
+        return {name: layer for name, layer in layers if isinstance(layer, ConvertedLayer)}
 
-    def _in_order(self, named: dict[str, Any], of_state: bool) -> dict[str, Any]:
-        """Things by name, in the order of the model."""
-        layer = next(filter(None, map(self._layer, self._modules)), None)
-        order = [] if layer is None else filter(named.__contains__, layer._names[of_state])
-        return {name: named[name] for name in dict.fromkeys([*order, *named])}
+    def _in_model(self, named: Iterable[tuple[str, Any]], of_state: bool) -> dict[str, Any]:
+        """Things by their names in the model, and in its order."""
+        layers, found = self._converted(), dict[str, Any]()
+        for name, thing in named:
+            first, _, rest = name.partition(".")
+            found[rest if first in layers else name] = thing
+        order = next(iter(layers.values()))._names[of_state] if layers else ()
+        return {name: found[name] for name in dict.fromkeys([*order, *found]) if name in found}
 
     def named_modules(
         self, memo: set[nn.Module] | None = None, prefix: str = "", remove_duplicate: bool = True
     ) -> Iterator[tuple[str, nn.Module]]:
         """As of any module; the names are those of the model, and of layers their index."""
+        layers = self._converted()
         for name, module in super().named_modules(memo, "", remove_duplicate):
-            layer = self._layer(name)
-            # Parameters of the model itself have no name before theirs.
-            if layer is not None and (module is not layer or layer._parameters or layer._buffers):
-                name = name.partition(".")[2]
+            first, _, rest = name.partition(".")
+            name = rest if rest and first in layers else name
             yield ".".join(filter(None, (prefix, name))), module
 
     def _named_members(
@@ -429,28 +378,56 @@ class ModelNames(nn.Module):
         recurse: bool = True,
         remove_duplicate: bool = True,
     ) -> Iterator[tuple[str, Any]]:
-        named, seen = dict(super()._named_members(members, "", recurse, False)), set[Any]()
-        for name, value in self._in_order(named, of_state=False).items():
+        modules = super().named_modules(remove_duplicate=False) if recurse else [("", self)]
+        named = (
+            (f"{path}.{name}" if path else name, value)
+            for path, module in modules
+            for name, value in members(module)
+            if value is not None
+        )
+        seen = set[Any]()
+        for name, value in self._in_model(named, of_state=False).items():
             if not (remove_duplicate and value in seen):
                 yield f"{prefix}.{name}" if prefix else name, value
             seen.add(value)
 
-    def _load_from_state_dict(self, state_dict: Any, prefix: str, *args: Any) -> None:
-        index_keys(state_dict, prefix, self)
-        super()._load_from_state_dict(state_dict, prefix, *args)
+    def _load_from_state_dict(
+        self, state_dict: Any, prefix: str, metadata: Any, strict: bool, *messages: list[str]
+    ) -> None:
+        found: dict[str, Any] = {}
+        taken: set[str] = set()
+        for name, layer in self._converted().items():
+            for key in layer.state_dict():
+                if prefix + key in state_dict:
+                    found[f"{prefix}{name}.{key}"] = state_dict[prefix + key]
+                    taken.add(prefix + key)
+        for key in taken:
+            del state_dict[key]
+        state_dict.update(found)
+        self.__dict__["_loading"] = prefix, messages
+        super()._load_from_state_dict(state_dict, prefix, metadata, strict, *messages)
 
 
-def _with_model_names(module: ModelNames, state_dict: Any, prefix: str, _: Any) -> None:
+def _say_with_model_names(module: ModelNames, _: Any) -> None:
+    """Takes the indices of layers out of what loading them has to say."""
+    prefix, messages = module.__dict__.pop("_loading")
+    names = "|".join(map(re.escape, module._converted()))
+    index = re.compile(rf"(^| )({re.escape(prefix)})({names})\.")
+    for texts in messages if names else ():
+        texts[:] = [index.sub(r"\1\2", text) for text in texts]
+
+
+def _save_with_model_names(module: ModelNames, state_dict: Any, prefix: str, _: Any) -> None:
     """Renames what the layers have saved, and sorts it as in the model."""
+    layers = module._converted()
     for own in (state_dict, getattr(state_dict, "_metadata", {})):
-        named = {}
-        for key in [key for key in own if key.startswith(prefix)]:
-            name, value = key.removeprefix(prefix), own.pop(key)
-            if module._layer(name) is None:
-                named[name] = value
-            elif "." in name:  # a layer itself is nobody's in the model
-                named[name.partition(".")[2]] = value
-        own.update((prefix + k, v) for k, v in module._in_order(named, of_state=True).items())
+        named = [
+            (key.removeprefix(prefix), own.pop(key)) for key in list(own) if key.startswith(prefix)
+        ]
+        # A layer itself is nobody's in the model.
+        named = [pair for pair in named if pair[0] not in layers]
+        own.update((prefix + k, v) for k, v in module._in_model(named, of_state=True).items())
 
 
-_with_model_names._syncpipe_own = True  # type: ignore[attr-defined]
+_say_with_model_names._syncpipe_own = True  # type: ignore[attr-defined]
+_save_with_model_names._syncpipe_own = True  # type: ignore[attr-defined]

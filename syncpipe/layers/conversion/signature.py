@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterable, Mapping
-from contextlib import suppress
 from typing import Any
 
 import torch
@@ -71,9 +70,6 @@ class Signature:
                 "anything else"
             )
         self._shapes, self._kinds = [t.shape for t in tensors], list(map(_kind, tensors))
-        self._alone = False  # whether one tensor says it all: the rest is as by default
-        with suppress(TypeError, ValueError):
-            self._alone = self.given((tensors[0],), {}) == [tensors[0]]
         return tensors
 
     def _refuse_lists_of_images(self, sample: dict[str, Any]) -> None:
@@ -139,7 +135,7 @@ class Signature:
         return self.given(tuple(input) if isinstance(input, (tuple, list)) else (input,), {})
 
     def packed(self, values: list[Any]) -> Any:
-        """Values of a call as one input: a tensor, or a dict by the names of the sample.
+        """Values of a call as one input, by the names of the sample.
 
         Tensors that are not cut are in ``NoChunk``.
         """
@@ -154,8 +150,6 @@ class Signature:
                 f"{lines}\nWrap those that every micro-batch needs whole in "
                 "syncpipe.NoChunk(tensor)."
             )
-        if self._alone and cut:
-            return values[0]
         return {
             name: value if name in cut or isinstance(value, NoChunk) else NoChunk(value)
             for name, value in zip(self.names, values, strict=True)

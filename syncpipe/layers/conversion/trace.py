@@ -21,13 +21,12 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from types import FrameType
+from types import FrameType, SimpleNamespace
 from typing import Any, NamedTuple, Self
 from unittest.mock import patch
 
 import torch
 from torch import Tensor, fx, nn
-from torch.nn import functional as F
 from torch.nn.modules import transformer
 from torch.overrides import TorchFunctionMode
 
@@ -257,7 +256,7 @@ class Tracer(TorchFunctionMode):
         self._mode, self._drawn = _mode(self._device), random.getstate()
         for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
             self._place("get_attr", name, key=("attribute", name), value=tensor)
-        self._where = self._place("get_attr", DEVICE, key=("attribute", DEVICE))
+        self._where = self._place("get_attr", DEVICE, key=("device", DEVICE))
 
     def run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Self:
         """Runs the model; tensors in the arguments are its inputs, in order."""
@@ -282,16 +281,13 @@ class Tracer(TorchFunctionMode):
         return self
 
     @property
-    def live(self) -> set[fx.Node]:
+    def live(self) -> list[fx.Node]:
         """The nodes that somebody misses if they are not done."""
-        found: set[fx.Node] = set()
-        pending = [node for node in self.nodes if not node.meta["pure"]]
-        while pending:
-            node = pending.pop()
-            if node not in found:
-                found.add(node)
-                pending += node.all_input_nodes
-        return found
+        missed = set[fx.Node]()
+        for node in reversed(self.nodes):
+            if node in missed or not node.meta["pure"]:
+                missed |= {node, *node.all_input_nodes}
+        return [node for node in self.nodes if node in missed]
 
     @contextmanager
     def _tracing(self) -> Iterator[None]:
@@ -305,8 +301,8 @@ class Tracer(TorchFunctionMode):
             ),
             (torch.autograd.Function, "apply", classmethod(applied)),
             (builtins, "len", self._len),
-            (transformer, "_detect_is_causal_mask", self._is_causal(_CAUSAL.fn)),
-            (nn.TransformerEncoder, "forward", self._encoder(nn.TransformerEncoder.forward)),
+            (nn.TransformerEncoder, "forward", _encode),
+            *((of, name, self._deciding(getattr(of, name))) for of, name in _DECIDING),
         ]
         if hasattr(torch.compiler, "_is_compiling_flag"):
             # Code that looks at values where it is not compiled stays away from them.
@@ -361,41 +357,16 @@ class Tracer(TorchFunctionMode):
             return value.shape[0]
         return _len(value)
 
-    def _is_causal(self, detect: Callable[..., bool]) -> Callable[..., Any]:
-        """PyTorch's transformers ask whether the values of a mask are causal: so does each call."""
+    def _deciding(self, fn: Callable[..., Any]) -> Callable[..., Any]:
+        """A function that decides by the values of a tensor, which it does in each call."""
+        target = Function(fn, fn.__name__.lstrip("_"))
 
-        def traced(mask: Any, is_causal: bool | None = None, size: int | None = None) -> Any:
-            if self._idle or mask is None or is_causal is not None:
-                return detect(mask, is_causal, size)
-            return self._perform("call_function", _CAUSAL, detect, (mask, None, size), {})
+        def called(tensor: Any, *args: Any) -> Any:
+            if self._idle or not isinstance(tensor, Tensor):
+                return fn(tensor, *args)
+            return self._perform("call_function", target, fn, (tensor, *args), {})
 
-        return traced
-
-    def _encoder(self, forward: Callable[..., Any]) -> Callable[..., Any]:
-        """``nn.TransformerEncoder`` decides by the values of the padding whether to nest."""
-
-        def traced(
-            encoder: nn.TransformerEncoder,
-            src: Any,
-            mask: Any = None,
-            src_key_padding_mask: Any = None,
-            is_causal: bool | None = None,
-        ) -> Any:
-            padding, name = src_key_padding_mask, "src_key_padding_mask"
-            nests = getattr(encoder, "use_nested_tensor", False) and not encoder.training
-            if self._idle or not nests or mask is not None or padding is None:
-                return forward(encoder, src, mask, padding, is_causal)
-            padding = F._canonical_mask(padding, name, None, "mask", src.dtype)
-            check = getattr(encoder, "mask_check", True)
-            trains = any(p.requires_grad for p in encoder.layers[0].parameters())
-            given = (src, padding, check, trains)
-            x, padding = self._perform("call_function", _NESTED, _nested, given, {})
-            for layer in encoder.layers:
-                x = layer(x, is_causal=bool(is_causal), src_key_padding_mask=padding)
-            x = self._perform("call_function", _PADDED, _padded, (x, tuple(src.shape)), {})
-            return x if encoder.norm is None else encoder.norm(x)
-
-        return traced
+        return called
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -438,18 +409,18 @@ class Tracer(TorchFunctionMode):
         given = self._lift(args), self._lift(kwargs)
         tensors = tensors_in((args, kwargs))
         versions = [None if tensor.is_inference() else tensor._version for tensor in tensors]
-        mode, start = _mode(self._device), time.perf_counter()
+        mode, start = _mode(self._device), time.thread_time()
         self._off = True
         try:
             result = fn(*map_tree(plain, args), **map_tree(plain, kwargs))
         finally:
             self._off = False
-        seconds, self._drawn = time.perf_counter() - start, random.getstate()
+        seconds, self._drawn = time.thread_time() - start, random.getstate()
         written = [
             t for t, v in zip(tensors, versions, strict=True) if v is not None and v != t._version
         ]
         counts = any(_counts(leaf) for leaf in flatten(result)[0])
-        if op != "call_module" and not written and target is not _CAUSAL:
+        if op != "call_module" and not (written or isinstance(target, Function)):
             lone = not _nodes_in(given) or (target is getattr and not _counts(result))
             if not counts or (lone and not tensors_in(result)):
                 return result
@@ -457,12 +428,6 @@ class Tracer(TorchFunctionMode):
         node.meta.update(seconds=seconds, writes=bool(written))
         if mode != self._mode:
             self._fault("the model runs this under another mode (autocast, inference_mode)")
-        for tensor in written:  # from here on it is what this node made of it
-            old = self._nodes.get(id(tensor))
-            returned = any(tensor is leaf for leaf in tensors_in(result))
-            if old is not None and old.op != "get_attr" and not returned:
-                key = (*node.meta["key"], "after", old.meta["key"])
-                self._place("call_function", _WRITTEN, (old, node), key=key, value=tensor)
         return self._known(node, result, written)
 
     def _known(self, node: fx.Node, result: Any, written: list[Tensor]) -> Any:
@@ -470,7 +435,9 @@ class Tracer(TorchFunctionMode):
         if isinstance(result, Tensor):
             if id(result) in self._nodes and not any(result is tensor for tensor in written):
                 result = _alias(result)  # the very tensor that it was given
-        elif isinstance(result, (int, float)) and (_counts(result) or node.target is _CAUSAL):
+        elif isinstance(result, (int, float)) and (
+            _counts(result) or isinstance(node.target, Function)
+        ):
             node.meta["pure"] = node.op != "call_module"
             return self._number(node, result)
         elif isinstance(result, _PLAIN):
@@ -635,31 +602,61 @@ def _mode(device: torch.device) -> Any:
     return torch.is_inference_mode_enabled(), mixed, torch.get_default_dtype()
 
 
-# What ``nn.TransformerEncoder`` does with padding in evaluation
+# PyTorch's transformers
 
 
-def _nested(
-    src: Tensor, padding: Tensor, check: bool, trains: bool
-) -> tuple[Tensor, Tensor | None]:
-    """The input of the first layer, nested where PyTorch would nest it, and the padding."""
-    if (
-        src.dim() != 3
-        or (torch.is_grad_enabled() and (trains or src.requires_grad))
-        or not torch.backends.mha.get_fastpath_enabled()
-        or torch.is_autocast_enabled()
-        or (check and torch.compiler.is_compiling())
-    ):
-        return src, padding
-    keep = padding.logical_not()
-    if check and not torch._nested_tensor_from_mask_left_aligned(src, keep):
-        return src, padding
-    return torch._nested_tensor_from_mask(src, keep, mask_check=False), None
+def _encode(
+    encoder: Any,
+    src: Tensor,
+    mask: Any = None,
+    src_key_padding_mask: Any = None,
+    is_causal: bool | None = None,
+) -> Any:
+    """As ``nn.TransformerEncoder``, which decides by the values of the padding whether to nest."""
+    padding, nests = src_key_padding_mask, getattr(encoder, "use_nested_tensor", False)
+    if encoder.training or not nests or mask is not None or padding is None:
+        return _FORWARD(encoder, src, mask, padding, is_causal)
+    trains = any(p.requires_grad for p in encoder.layers[0].parameters())
+    x, padding = _nested(src, padding, getattr(encoder, "mask_check", True), trains)
+    for layer in encoder.layers:
+        x = layer(x, is_causal=bool(is_causal), src_key_padding_mask=padding)
+    x = _padded(x, tuple(src.shape))
+    return x if encoder.norm is None else encoder.norm(x)
+
+
+class _FirstLayer:
+    """Stands for the first layer of an encoder, its modules and its weights, and is called once."""
+
+    given: Any = None
+    training = False
+
+    def __init__(self, trains: bool) -> None:
+        self.requires_grad = trains
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "__torch_function__":  # which only tensors have
+            raise AttributeError(name)
+        return self
+
+    def __call__(self, x: Tensor, *, src_key_padding_mask: Any, **more: Any) -> Tensor:
+        self.given = x, src_key_padding_mask
+        return x
+
+
+def _nested(src: Tensor, padding: Tensor, check: bool, trains: bool) -> Any:
+    """The input of the first layer, nested where PyTorch nests it, and the padding."""
+    first = _FirstLayer(trains)
+    encoder = SimpleNamespace(use_nested_tensor=True, mask_check=check, layers=[first], norm=None)
+    _FORWARD(encoder, src, src_key_padding_mask=padding)
+    return first.given
 
 
 def _padded(x: Tensor, shape: tuple[int, ...]) -> Tensor:
     return x.to_padded_tensor(0.0, shape) if x.is_nested else x
 
 
-_NESTED, _PADDED = Function(_nested, "nested"), Function(_padded, "padded")
-_WRITTEN = Function(lambda tensor, writer: tensor, "written")
-_CAUSAL = Function(transformer._detect_is_causal_mask, "is_causal_mask")
+_FORWARD: Any = nn.TransformerEncoder.forward
+_DECIDING: tuple[tuple[Any, str], ...] = (
+    (transformer, "_detect_is_causal_mask"), (sys.modules[__name__], "_nested"),
+    (sys.modules[__name__], "_padded"),
+)  # fmt: skip
