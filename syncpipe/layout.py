@@ -17,8 +17,8 @@ from syncpipe.balance.balances import balance_named
 from syncpipe.hints import outside
 from syncpipe.layers import placement
 from syncpipe.layers.batchnorm import defer_batch_norm
-from syncpipe.layers.building import Initialization, build_layers, or_as_before
 from syncpipe.layers.conversion.signature import batch_input
+from syncpipe.layers.listing import Initialization, build_layers, or_as_before
 from syncpipe.layers.ties import check_memory, check_replicas, find_ties, move_layers
 from syncpipe.layers.unpack import PipeSequential
 from syncpipe.options import ReplicasLike, StageMode, check_slots, counts_of, modes_of_stages

@@ -20,11 +20,10 @@ from torch.optim import Optimizer
 
 from syncpipe.data import tensors_in
 from syncpipe.hints import explained, outside, refuse_backward, target_hint, unknown_attribute
-from syncpipe.layers.building import Initialization
 from syncpipe.layers.conversion.layer import ModelNames
 from syncpipe.layers.conversion.sequential import HOOKS
 from syncpipe.layers.conversion.signature import batch_input, call_input, model_signature
-from syncpipe.layers.listing import Layer, Layers, as_layer, as_sequential
+from syncpipe.layers.listing import Initialization, Layer, Layers, as_layer, as_sequential
 from syncpipe.layers.placement import check_devices, check_input, moves, own_call
 from syncpipe.layers.state_dict_keys import translate_keys
 from syncpipe.layers.time_first import watch_time_first

@@ -25,8 +25,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from syncpipe.balance.measure import profile, samples_in
-from syncpipe.layers.building import on_meta
-from syncpipe.layers.listing import Layers, as_sequential, type_name
+from syncpipe.layers.listing import Layers, as_sequential, on_meta, type_name
 from syncpipe.options import checked_chunks, counted
 
 __all__ = [

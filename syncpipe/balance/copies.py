@@ -17,8 +17,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from syncpipe.data import tensors_in
-from syncpipe.layers.building import build_alone, give_values, waiting
-from syncpipe.layers.listing import Function, LayerSpec
+from syncpipe.layers.listing import Function, LayerSpec, build_alone, give_values, waiting
 from syncpipe.runtime.random_numbers import is_compiled
 
 __all__ = ["compiled", "copy_of_layer", "copy_of_tensor", "described_layer", "layer_to_run"]

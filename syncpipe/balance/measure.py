@@ -46,8 +46,7 @@ from syncpipe.data import (
     tensors_in,
     unflatten,
 )
-from syncpipe.layers.building import on_meta
-from syncpipe.layers.listing import Layers, as_sequential
+from syncpipe.layers.listing import Layers, as_sequential, on_meta
 from syncpipe.layers.unpack import Unpacked, call_note, unpacks
 from syncpipe.runtime.errors import annotate
 from syncpipe.runtime.graph import go_back

@@ -30,10 +30,17 @@ from syncpipe.balance.balances import balance_named
 from syncpipe.data import described, flatten, leaf_names, map_tensors, tensors_in, unwrapped
 from syncpipe.distributed.peers import Peers, given_group
 from syncpipe.distributed.schedules import schedule_over
-from syncpipe.layers.building import Initialization, build_layers, on_meta, or_as_before
 from syncpipe.layers.conversion.layer import ModelNames
 from syncpipe.layers.conversion.signature import batch_input
-from syncpipe.layers.listing import Layers, as_sequential, type_name
+from syncpipe.layers.listing import (
+    Initialization,
+    Layers,
+    as_sequential,
+    build_layers,
+    on_meta,
+    or_as_before,
+    type_name,
+)
 from syncpipe.layers.placement import check_balance, resolve_workers
 from syncpipe.layers.ties import check_modes, find_ties, move_layers
 from syncpipe.layers.unpack import unpacks

@@ -507,18 +507,15 @@ def differences(a: Tracer, b: Tracer) -> list[Whole]:
 
 def _reason(pair: list[fx.Node]) -> str:
     """What differs, in words."""
-    if len(pair) == 1:
-        return "more is done in one call than in another"
-    one, two = pair
-    if one.op == "output":
-        return "what the model returns is put together differently"
+    one, two = pair[0], pair[-1]
     for a, b in zip(one.all_input_nodes, two.all_input_nodes, strict=False):
         if a.meta["key"][0] == b.meta["key"][0] == "object" and a.target != b.target:
             return f"it passes a {type(a.meta['value']).__name__} that is made anew in every call"
+    if one.op == "output":
+        return "what the model returns is put together differently"
     names = [n.target if isinstance(n.target, str) else n.target.__name__ for n in pair]
-    if names[0] != names[1]:
-        return f"another thing is done from time to time ({', '.join(names)})"
-    return f"what it passes to {names[0]} depends on sizes, or differs from call to call"
+    what = " or ".join(dict.fromkeys(names))
+    return f"what it does ({what}) depends on sizes, or differs from call to call"
 
 
 def hooks_of(module: nn.Module) -> list[str]:

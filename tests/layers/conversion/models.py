@@ -228,6 +228,33 @@ def expands(_: Any, x: Tensor) -> Tensor:
     return x + where
 
 
+class Doubles(nn.Linear):
+    """Does something before PyTorch's own ``__call__``."""
+
+    def __call__(self, x: Tensor) -> Any:
+        return super().__call__(x * 2)
+
+
+class Stays(nn.Dropout):
+    """Is in evaluation in training."""
+
+    def train(self, mode: bool = True) -> Any:
+        return super().train(False)
+
+
+class Freezes(nn.Sequential):
+    """Likewise what is in it. It has a hook, so that it is not inlined."""
+
+    def __init__(self) -> None:
+        super().__init__(nn.Dropout())
+        self.register_forward_hook(lambda *_: None)
+
+    def train(self, mode: bool = True) -> Any:
+        super().train(mode)
+        self[0].eval()
+        return self
+
+
 class Halves(Pair):
     def forward(self, x: Tensor) -> Tensor:
         y = self.a(x) if x.shape[0] > 2 else self.b(x)
@@ -362,6 +389,8 @@ CASES = {
     "decides by a size inside": Case(
         lambda: nn.Sequential(ResNet(4), nn.Linear(2, 4), Halves(), nn.Linear(4, 4)), rows(), 14
     ),
+    "own call": Case(lambda: nn.Sequential(Pair(), Doubles(4, 4)), rows(), 3),
+    "stays in evaluation": Case(lambda: nn.Sequential(Pair(), Stays(), Freezes()), rows(), 4),
     "dict": Case(lambda: mapping_of(dict), rows(), 2),
     "OrderedDict": Case(lambda: mapping_of(OrderedDict), rows(), 2),
     "UserDict": Case(lambda: mapping_of(UserDict), rows(), 2),

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import io
 import random
+import sys
 import warnings
 from types import SimpleNamespace
 from typing import Any
@@ -217,6 +219,23 @@ def test_a_dtype_that_changes_after_conversion_is_refused_where_it_matters():
 def test_outputs_of_several_rows_a_sample_and_scalars_are_not_refused():
     model = Does(lambda m, x: (m.b(m.a(x)).flatten(0, 1), m.a(x).square().mean()))
     assert len(sequential(model, torch.rand(3, 5, 4))) == 3
+
+
+@pytest.mark.parametrize("seconds", [0.1, 1.0])
+def test_what_takes_longer_than_two_seconds_shows_its_progress(seconds, monkeypatch):
+    """By the clock of tqdm, which is made up."""
+    bars, now = pytest.importorskip("tqdm.std"), [0.0]
+    monkeypatch.setattr(bars, "time", lambda: now[0])
+    monkeypatch.setattr(bars.tqdm, "monitor_interval", 0)  # no thread that looks on
+    monkeypatch.setattr(sys, "stderr", terminal := io.StringIO())
+    terminal.isatty = lambda: True  # type: ignore[method-assign]
+
+    def between(_: Pair, x: Tensor) -> Tensor:
+        now[0] += seconds
+        return x
+
+    sequential(Pair(between), X, verify=False)
+    assert ("sequential(Pair): " in terminal.getvalue()) == (seconds == 1.0)
 
 
 def test_few_runs_are_needed():

@@ -12,8 +12,6 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -69,43 +67,6 @@ def test_containers_of_a_sample_are_kept_without_its_tensors() -> None:
     assert layers(UserDict(x=torch.rand(2, 4))).shape == (2, 4)
 
 
-class Doubles(nn.Linear):
-    """A leaf module that does something before PyTorch's own ``__call__``."""
-
-    def __call__(self, x: Tensor) -> Any:
-        return super().__call__(x * 2)
-
-
-@pytest.mark.parametrize("verify", [True, False])
-def test_a_call_of_a_class_itself_is_made_once(verify: bool) -> None:
-    model, x = nn.ModuleList([Doubles(4, 4), nn.Linear(4, 4)]), torch.rand(3, 4)
-    model.forward = lambda x: model[1](model[0](x))  # type: ignore[method-assign]
-    assert torch.equal(sequential(model, x, verify=verify)(x), model(x))
-
-
-class Stays(nn.Dropout):
-    """Is in evaluation in training."""
-
-    def train(self, mode: bool = True) -> Any:
-        return super().train(False)
-
-
-class Freezes(nn.Sequential):
-    """Likewise what is in it."""
-
-    def train(self, mode: bool = True) -> Any:
-        super().train(mode)
-        self[0].eval()
-        return self
-
-
-def test_a_module_that_stays_in_evaluation_by_itself_does() -> None:
-    leaf = Freezes(nn.Dropout())
-    leaf.register_forward_hook(lambda *_: None)
-    layers = sequential(nn.Sequential(nn.Linear(4, 4), Stays(), leaf), x := torch.rand(3, 4))
-    assert torch.equal(layers.train()(x), layers.eval()(x))
-
-
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors", "ignore:.*nested_tensor")
 @pytest.mark.parametrize("name", CASES)
 def test_outputs_gradients_buffers_and_names(name):
@@ -129,39 +90,6 @@ def test_outputs_gradients_buffers_and_names(name):
         assert_same(plain.eval(), pipe.eval(), given_inputs)
         with torch.no_grad():  # PyTorch nests what is padded here
             assert_same(plain, pipe, given_inputs)
-
-
-@settings(max_examples=20)
-@given(data=st.data(), name=st.sampled_from(["dense", "other in training", "transformer"]))
-def test_any_balance_schedule_and_recomputation(data, name):
-    cuts = sorted(data.draw(st.sets(st.integers(1, CASES[name].layers - 1), max_size=4)))
-    balance = [b - a for a, b in zip([0, *cuts], [*cuts, CASES[name].layers], strict=True)]
-    chunks = data.draw(st.integers(1, 4))
-    plain, pipe = converted(
-        name,
-        balance=balance,
-        devices=[f"cpu:{j % 2}" for j in range(len(balance))],
-        chunks=chunks,
-        checkpoint=data.draw(st.sampled_from(["never", "always"])),
-    )
-    inputs = CASES[name].sample(8)
-    assert_same(plain, pipe, inputs)
-    plain.zero_grad()
-    pipe.zero_grad()
-    schedule = data.draw(st.sampled_from(["gpipe", "1f1b", "zb_h1"]))
-
-    def loss_fn(output: Any) -> Tensor:
-        return sum(value.square().mean() for value in values(output))
-
-    pipe.train_batch(inputs, loss_fn=loss_fn, schedule=schedule)
-    pieces = list(zip(*(t.chunk(chunks) for t in inputs), strict=True))
-    for piece in pieces[::-1] if schedule == "gpipe" else pieces:
-        (loss_fn(plain(*piece)) * (len(piece[0]) / 8)).backward()
-    for ours, theirs in zip(pipe.parameters(), plain.parameters(), strict=True):
-        if schedule == "zb_h1":
-            torch.testing.assert_close(ours.grad, theirs.grad)
-        else:
-            compare.assert_same(ours.grad, theirs.grad, "gradients")
 
 
 def test_dropout_obeys_the_mode():
@@ -197,16 +125,12 @@ def test_values_are_dropped_after_their_last_use():
             most.append(sum(ref() is not None for ref in alive))
             return x * 2
 
-        @staticmethod
-        def backward(ctx: Any, grad: Tensor) -> Tensor:
-            return grad * 2
-
     def between(_: Pair, x: Tensor) -> Tensor:
         for k in range(20):
             x = Counts.apply(x) + k
         return x
 
-    layers = sequential(Pair(between), x := torch.randn(3, 4))
+    layers = sequential(Pair(between), x := torch.randn(3, 4), verify=False)
     alive.clear()
     most.clear()
     with torch.no_grad():
