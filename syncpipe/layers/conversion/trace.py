@@ -19,9 +19,10 @@ import re
 import sys
 import threading
 import time
+import traceback
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from types import FrameType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any, NamedTuple, Self
 from unittest.mock import patch
 
@@ -421,7 +422,8 @@ class Tracer(TorchFunctionMode):
         ]
         counts = any(_counts(leaf) for leaf in flatten(result)[0])
         if op != "call_module" and not (written or isinstance(target, Function)):
-            lone = not _nodes_in(given) or (target is getattr and not _counts(result))
+            lone = not any(isinstance(leaf, fx.Node) for leaf in flatten(given)[0])
+            lone |= target is getattr and not _counts(result)
             if not counts or (lone and not tensors_in(result)):
                 return result
         node = self._place(op, target, *given)
@@ -555,20 +557,12 @@ class Tracer(TorchFunctionMode):
 
 def line_in_model() -> str:
     """Where in the model's code this happens."""
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None:
+    for frame, line in traceback.walk_stack(None):
         file = frame.f_code.co_filename
         if not file.startswith(_NOT_THE_MODEL):
-            code = linecache.getline(file, frame.f_lineno).strip()
-            return f"{file}:{frame.f_lineno}, in {frame.f_code.co_name}: {code}"
-        frame = frame.f_back
+            code = linecache.getline(file, line).strip()
+            return f"{file}:{line}, in {frame.f_code.co_name}: {code}"
     return ""
-
-
-def _nodes_in(lifted: Any) -> list[fx.Node]:
-    found: list[fx.Node] = []
-    fx.node.map_arg(lifted, found.append)
-    return found
 
 
 def _counts(leaf: Any) -> bool:
