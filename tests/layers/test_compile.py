@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from syncpipe import Pipe
+from syncpipe import Pipe, sequential
 from tests.support.models import in_turn
 from tests.support.running import MODES, NormBlock, Using, assert_same, pipe_of, trained
 
@@ -64,6 +64,17 @@ def test_a_compiled_step_around_train_batch_trains():
     steps = [lambda: pipe.train_batch(x * 2, loss_fn=torch.mean)]
     steps.append(torch.compile(steps[0], backend="eager"))
     assert torch.equal(*[step() for step in steps])
+
+
+def test_a_compiled_module_around_a_converted_model_runs_the_pipe_and_goes_back():
+    """What is between layers stays out of the graph, the recomputation too."""
+    model, x = nn.Sequential(nn.Linear(6, 6), nn.ReLU(), nn.Linear(6, 6)), torch.randn(8, 6)
+    model.forward = lambda x: model[2](model[1](model[0](x)))
+    pipe = Pipe(sequential(model, x), [3], devices=["cpu"], chunks=2)
+    around = Using(lambda x, pipe, head: head(pipe(x)), pipe, nn.Linear(6, 6))
+    found = torch.compile(around, backend="aot_eager")(x)
+    found.sum().backward()
+    assert torch.equal(found, around(x))
 
 
 def drops(x, linear, norm, drop):
