@@ -139,19 +139,18 @@ def _check(tie: Tie, partitions: Sequence[nn.Module]) -> None:
         if getattr(module, "_syncpipe_skips_are_internal", False)
         for inner in module.modules()
     }
+    why = ""
     for module in [place.module for place in tie.places]:
-        why = ""
         if isinstance(module, torch.jit.ScriptModule):
-            why = (
-                f"{type(module).__name__} is TorchScript, which computes with its own tensors only"
-            )
+            kind = type(module).__name__
+            why = f"{kind} is TorchScript, which computes with its own tensors only"
         if module in nested:
             why = "one of them inside of another Pipe, which keeps its layers where they are"
-        if why:
-            raise ValueError(
-                f"{tie} are one tensor, and {why}: choose a balance that puts both layers into one "
-                "stage, or untie them"
-            )
+    if why:
+        raise ValueError(
+            f"{tie} are one tensor, and {why}: choose a balance that puts both layers into one "
+            "stage, or untie them"
+        )
 
 
 def check_replicas(ties: Sequence[Tie], replicas: Sequence[int]) -> None:

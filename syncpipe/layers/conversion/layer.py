@@ -45,8 +45,6 @@ __all__ = ["ConvertedLayer", "Holder", "ModelNames", "layers_of"]
 _grad_off = Function(torch._C._set_grad_enabled, "set_grad_enabled")
 _grad_now = Function(torch.is_grad_enabled, "is_grad_enabled")
 _FLOATS = ("torch.float16", "torch.bfloat16", "torch.float32", "torch.float64")
-#: A function of what comes into a segment, and what it uses by a name.
-_Code = tuple[str, dict[str, Any]]
 
 
 @dataclass
@@ -78,7 +76,7 @@ def layers_of(
         homes.setdefault(members[path], layers[-1]).hold(model, path)
     for layer in layers:
         layer._names = list(members), list(model.state_dict())
-        if any(kind in text for kind in _FLOATS for text, _ in layer._codes):
+        if any(kind in code.text for kind in _FLOATS for code in layer._codes):
             layer._converted_for = layer._dtype
     return layers
 
@@ -224,14 +222,21 @@ def _written(
         graph.output(tuple(map(_packed, sent)))
     code = graph.python_code("self")
     names = {n: v for n, v in code.globals.items() if n not in _custom_builtins}
-    return code.src.strip() + "\n", names
+    return _Code(code.src.strip() + "\n", names)
 
 
-def _compiled(code: _Code) -> Callable[..., Any]:
-    names = {name: each.obj for name, each in _custom_builtins.items()} | code[1]
-    exec(compile(code[0], "<syncpipe.sequential>", "exec"), names)
-    forward: Any = names["forward"]
-    return forward  # type: ignore[no-any-return]
+class _Code:
+    """A function of what comes into a segment: its text, and what that uses by a name."""
+
+    def __init__(self, text: str, names: dict[str, Any]) -> None:
+        self.text, self.names = text, names
+        known: dict[str, Any] = {name: each.obj for name, each in _custom_builtins.items()}
+        known |= names
+        exec(compile(text, "<syncpipe.sequential>", "exec"), known)
+        self.run = known["forward"]
+
+    def __reduce__(self) -> Any:
+        return _Code, (self.text, self.names)
 
 
 # Layers
@@ -262,7 +267,6 @@ class ConvertedLayer(Holder):
         )
         self._skip_namespaces = dict.fromkeys(self._syncpipe_skips.names, namespace)
         self._codes = [_written(segment, comes, goes, self, model) for segment in segments]
-        self._functions = list(map(_compiled, self._codes))
         self._converted_for: torch.dtype | None = None  # where the code has dtypes in it
         #: The names of members in the model, and those in its state, in order.
         self._names: tuple[list[str], list[str]] = [], []
@@ -293,7 +297,7 @@ class ConvertedLayer(Holder):
             input = _packed(self._model_signature.tensors(input))
         given = [store.take((namespaces[name], name), self) for name in skips.pop]
         with torch.set_grad_enabled(torch.is_grad_enabled()):  # also after an error
-            sent = self._functions[0 if self.training else 1](self, input, *given)
+            sent = self._codes[0 if self.training else 1].run(self, input, *given)
         if self._is_last:
             return sent
         for name, value in zip(skips.stash, sent[1:], strict=True):
@@ -313,20 +317,13 @@ class ConvertedLayer(Holder):
         at._non_persistent_buffers_set |= model._non_persistent_buffers_set & {name}
 
     def __repr__(self) -> str:
-        texts = list(dict.fromkeys(text.rstrip() for text, _ in self._codes))
+        texts = list(dict.fromkeys(code.text.rstrip() for code in self._codes))
         if len(texts) > 1:
             texts = ["# in training", texts[0], "# in evaluation", texts[1]]
         code, indexed = "", "\n".join(texts)
         while code != indexed:
             code, indexed = indexed, re.sub(r'getattr\(([\w.\[\]]+), "(\d+)"\)', r"\1[\2]", indexed)
         return f"{type(self).__name__}(\n{indent(code, '  ')}\n)"
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_functions": None}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__(state)  # type: ignore[no-untyped-call]
-        self._functions = list(map(_compiled, self._codes))
 
 
 def _packed(values: Sequence[Any]) -> Any:

@@ -170,7 +170,14 @@ class _Inlined:
         self._owners = [f"{path}." for module, path in self._paths.items() if module._parameters]
         self._sizes = self._other_sizes()
         with _bar(self.name) as self._bar:
-            self._try()  # what is made in the first run only is made now
+            try:  # what is made in the first run only is made now
+                args, kwargs = signature.call(tensors)
+                model.train()(*args, **kwargs)
+            except Exception as error:
+                raise ValueError(
+                    f"{self.name} itself, called with the sample ({signature.shown(tensors)}), "
+                    f"raises {type(error).__name__}: {error}"
+                ) from error
             while self._leave(self._faults()):
                 pass
         self.notes += self._large_modules()
@@ -226,23 +233,9 @@ class _Inlined:
     @property
     def whole(self) -> list[Whole]:
         """The modules that were not inlined though they have others inside."""
-        found = [self.leaves[path] for path in self._outermost()]
+        outer = tuple(f"{path}." for path in self.leaves)
+        found = [leaf for path, leaf in self.leaves.items() if not path.startswith(outer)]
         return [leaf for leaf in found if self.model.get_submodule(leaf.path)._modules]
-
-    def _outermost(self) -> list[str]:
-        """The leaves that are in no other one."""
-        outer = [f"{path}." for path in self.leaves]
-        return [path for path in self.leaves if not any(map(path.startswith, outer))]
-
-    def _try(self) -> None:
-        try:
-            args, kwargs = self.signature.call(self.tensors)
-            self.model.train()(*args, **kwargs)
-        except Exception as error:
-            raise ValueError(
-                f"{self.name} itself, called with the sample "
-                f"({self.signature.shown(self.tensors)}), raises {type(error).__name__}: {error}"
-            ) from error
 
     def _run(self, tensors: list[Tensor]) -> dict[bool, Tracer]:
         """Traces of a call, in training and in evaluation."""
@@ -250,9 +243,9 @@ class _Inlined:
         for mode in (True, False):
             if self._bar is not None:
                 self._bar.update()
-            model, names = self.model.train(mode), self.signature.names
-            tracer = Tracer(model, self.leaves, self._paths, names, self._objects)
-            found[mode] = tracer.run(*self.signature.call(tensors))
+            call, names = self.signature.call(tensors), self.signature.names
+            model = self.model.train(mode)
+            found[mode] = Tracer(model, self.leaves, self._paths, self._objects, names, *call)
         return found
 
     def _leave(self, faults: list[Whole]) -> bool:
@@ -357,7 +350,12 @@ class _Inlined:
             if number == 0 and not free:
                 if faults := self._unlike_sample(self._run(self.tensors)):
                     return faults  # it is not the size
-                self._note_pinned(pinned)
+                at = "".join(f"\n  {line or what}" for _, line, what in pinned[:3])
+                self.notes.append(
+                    f"{self.name} was converted for batches of {self.signature.batch} only, so a "
+                    "Pipe must cut each mini-batch into micro-batches of this size. The model does "
+                    f"something else with others, here:{at}"
+                )
         if not found:
             self.signature.free = free
         return found
@@ -376,14 +374,6 @@ class _Inlined:
         return tensors
 
     # What is said
-
-    def _note_pinned(self, faults: list[Whole]) -> None:
-        at = "".join(f"\n  {line or what}" for _, line, what in faults[:3])
-        self.notes.append(
-            f"{self.name} was converted for batches of {self.signature.batch} only, so a "
-            "Pipe must cut each mini-batch into micro-batches of this size. The model does "
-            f"something else with others, here:{at}"
-        )
 
     def _large_modules(self) -> Iterator[str]:
         """Says which module that was not inlined has most of the model."""
@@ -416,7 +406,7 @@ class _Inlined:
             theirs = {path: module.training for path, module in model.named_modules()}
             for module in model.modules():
                 module.training = mode
-            for path in self._outermost():  # as the layers do
+            for path in reversed(self.leaves):  # as the layers do, outer ones last
                 model.get_submodule(path).train(mode)
             for path, module in model.named_modules():
                 if module.training is not theirs[path]:

@@ -21,9 +21,9 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from types import SimpleNamespace
-from typing import Any, NamedTuple, Self
+from typing import Any, NamedTuple
 from unittest.mock import patch
 
 import torch
@@ -31,7 +31,7 @@ from torch import Tensor, fx, nn
 from torch.nn.modules import transformer
 from torch.overrides import TorchFunctionMode
 
-from syncpipe.data import flatten, tensors_in, unflatten
+from syncpipe.data import flatten, tensors_in
 from syncpipe.runtime.interrupts import forkable
 
 __all__ = ["DEVICE", "Function", "Tracer", "Whole", "equal", "guard"]
@@ -167,16 +167,11 @@ class _Number:
 
 _Int: Any = type("_Int", (_Number, int), {})
 _Float: Any = type("_Float", (_Number, float), {})
-_Bool: Any = type("_Bool", (_Number, int), {})
 
 
 def plain(value: Any) -> Any:
     """A number without its node; anything else as it is."""
-    if isinstance(value, _Bool):
-        return bool(int.__int__(value))
-    if isinstance(value, _Int):
-        return int.__int__(value)
-    return float.__float__(value) if isinstance(value, _Float) else value
+    return value.node.meta["value"] if isinstance(value, _Number) else value
 
 
 def _method(fn: Callable[..., Any], kind: str, *, swapped: bool = False) -> Callable[..., Any]:
@@ -188,9 +183,11 @@ def _method(fn: Callable[..., Any], kind: str, *, swapped: bool = False) -> Call
             return NotImplemented
         args = (*others, self) if swapped else (self, *others)
         result = fn(*map(plain, args))
+        if kind == "shows" or self.tracer.idle:
+            return result
         number = self.tracer.computed(fn, args, result) if takes else self
         if kind in ("compares", "uses"):
-            self.tracer.decided(number, plain(number))
+            self.tracer.decided(number)
         return number if kind == "computes" else result
 
     return method
@@ -227,11 +224,11 @@ class Tracer(TorchFunctionMode):
     ``grad``, whether gradients were on; ``pure``, whether it may be left out where nobody uses what
     it gives; ``seconds``, for modules; ``name``, for the code.
 
-    ``paths`` are those of all modules, ``leaves`` those of leaf modules, ``names`` those of inputs;
-    ``objects`` is what the model uses besides its own tensors and plain values, in all traces of
-    it, by names in the code. After the run, ``nodes`` is what the model did, in order, from the
-    caller's tensors to the output, ``result`` what it gave, ``steps`` how many there
-    are in each call, and ``faults`` what the trace cannot stand for.
+    ``paths`` are those of all modules, ``leaves`` those of leaf modules, ``names`` those of the
+    tensors in the arguments; ``objects`` is what the model uses besides its own tensors and plain
+    values, in all traces of it, by names in the code. ``nodes`` is what the model did, in order,
+    from the caller's tensors to the output, ``result`` what it gave, ``steps`` how many there are
+    in each call, and ``faults`` what the trace cannot stand for.
     """
 
     def __init__(
@@ -239,47 +236,35 @@ class Tracer(TorchFunctionMode):
         model: nn.Module,
         leaves: Any,
         paths: Mapping[nn.Module, str],
-        names: list[str],
         objects: dict[str, Any],
+        names: list[str],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
     ) -> None:
         super().__init__()
-        self._model, self._leaves, self._paths, self._names = model, leaves, paths, names
-        self._objects, self._device = objects, next(model.parameters()).device
-        self._graph = fx.Graph()
+        self._leaves, self._paths, self._objects = leaves, paths, objects
+        self._device, self._graph = next(model.parameters()).device, fx.Graph()
         self._call: _Call = ((0, ""),)
         self.steps: dict[_Call, int] = {self._call: 0}
         self.faults: list[Whole] = []
-        self.nodes: list[fx.Node] = []
-        self.result: Any = None
         self._nodes: dict[int, fx.Node] = {}
-        self._off = False
-        self._thread = threading.get_ident()
+        self._off, self._thread = False, threading.get_ident()
         self._mode, self._drawn = _mode(self._device), random.getstate()
         for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
             self._place("get_attr", name, key=("attribute", name), value=tensor)
         self._where = self._place("get_attr", DEVICE, key=("device", DEVICE))
-
-    def run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Self:
-        """Runs the model; tensors in the arguments are its inputs, in order."""
-
-        names = iter(self._names)
-
-        def entering(leaf: Any) -> Any:
-            if not isinstance(leaf, Tensor):
-                return leaf
-            own, name = leaf.detach().requires_grad_(leaf.requires_grad), next(names)
-            self._place("placeholder", name, key=("input", name), value=own)
-            return own
-
-        leaves, structure = flatten((args, kwargs))
-        args, kwargs = unflatten(map(entering, leaves), structure)
-        with _tracing_lock, self._tracing():
-            self.result = self._model(*args, **kwargs)
+        for name, tensor in zip(names, tensors_in((args, kwargs)), strict=True):
+            self._place("placeholder", name, key=("input", name), value=tensor)
+        with _tracing_lock, ExitStack() as stack:
+            for replaced in list(self._replaced()):
+                stack.enter_context(patch.object(*replaced))
+            stack.enter_context(torch.enable_grad())
+            stack.enter_context(self)
+            self.result = model(*args, **kwargs)
             output = self._lift(self.result)
         self._off = True
         self._place("output", "output", (output,), key=("output",)).meta["line"] = ""
         self.nodes = [node for node in self._graph.nodes if node.op != "get_attr"]
-        return self
 
     @property
     def live(self) -> list[fx.Node]:
@@ -290,40 +275,31 @@ class Tracer(TorchFunctionMode):
                 missed |= {node, *node.all_input_nodes}
         return [node for node in self.nodes if node in missed]
 
-    @contextmanager
-    def _tracing(self) -> Iterator[None]:
-        applied = self._applying(torch.autograd.Function.__dict__["apply"])
-        kinds = {cls for module in self._paths for cls in type(module).__mro__}
-        replaced: list[tuple[Any, str, Any]] = [
-            *(
-                (cls, "__call__", self._calling(cls.__dict__["__call__"]))
-                for cls in kinds
-                if issubclass(cls, nn.Module) and "__call__" in cls.__dict__
-            ),
-            (torch.autograd.Function, "apply", classmethod(applied)),
-            (builtins, "len", self._len),
-            (nn.TransformerEncoder, "forward", _encode),
-            *((of, name, self._deciding(getattr(of, name))) for of, name in _DECIDING),
-        ]
-        if hasattr(torch.compiler, "_is_compiling_flag"):
-            # Code that looks at values where it is not compiled stays away from them.
-            replaced.append((torch.compiler, "_is_compiling_flag", True))
-        with ExitStack() as stack:
-            for thing, name, value in replaced:
-                stack.enter_context(patch.object(thing, name, value))
-            stack.enter_context(torch.enable_grad())
-            stack.enter_context(self)
-            yield
-
     # What stands in for functions meanwhile
 
+    def _replaced(self) -> Iterator[tuple[Any, str, Any]]:
+        """Of what, what, and by what."""
+        for cls in {cls for module in self._paths for cls in type(module).__mro__}:
+            if issubclass(cls, nn.Module) and "__call__" in cls.__dict__:
+                yield cls, "__call__", self._calling(cls.__dict__["__call__"])
+        apply = self._applying(torch.autograd.Function.__dict__["apply"])
+        yield torch.autograd.Function, "apply", classmethod(apply)
+        yield builtins, "len", self._len
+        yield nn.TransformerEncoder, "forward", _encode
+        for of, name in _DECIDING:
+            yield of, name, self._deciding(getattr(of, name))
+        if hasattr(torch.compiler, "_is_compiling_flag"):
+            # Code that looks at values where it is not compiled stays away from them.
+            yield torch.compiler, "_is_compiling_flag", True
+
     @property
-    def _idle(self) -> bool:
+    def idle(self) -> bool:
+        """Whether nothing is written down: within an operation, and in other threads."""
         return self._off or threading.get_ident() != self._thread
 
     def _calling(self, call: Callable[..., Any]) -> Callable[..., Any]:
         def called(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-            if self._idle or module not in self._paths:
+            if self.idle or module not in self._paths:
                 return call(module, *args, **kwargs)
             path = self._paths[module]
             if path == self._call[-1][1]:  # the model, or a class's own __call__ that goes on here
@@ -346,7 +322,7 @@ class Tracer(TorchFunctionMode):
     def _applying(self, apply: Any) -> Callable[..., Any]:
         def applied(cls: Any, *args: Any, **kwargs: Any) -> Any:
             own = apply.__get__(None, cls)
-            if self._idle:
+            if self.idle:
                 return own(*args, **kwargs)
             target = Function(own, f"{cls.__name__}_apply")
             return self._perform("call_function", target, own, args, kwargs)
@@ -354,7 +330,7 @@ class Tracer(TorchFunctionMode):
         return applied
 
     def _len(self, value: Any, *, _len: Callable[[Any], int] = len) -> int:
-        if isinstance(value, Tensor) and value.dim() and not self._idle:
+        if isinstance(value, Tensor) and value.dim() and not self.idle:
             return value.shape[0]
         return _len(value)
 
@@ -363,7 +339,7 @@ class Tracer(TorchFunctionMode):
         target = Function(fn, fn.__name__.lstrip("_"))
 
         def called(tensor: Any, *args: Any) -> Any:
-            if self._idle or not isinstance(tensor, Tensor):
+            if self.idle or not isinstance(tensor, Tensor):
                 return fn(tensor, *args)
             return self._perform("call_function", target, fn, (tensor, *args), {})
 
@@ -498,23 +474,18 @@ class Tracer(TorchFunctionMode):
     # Sizes, and numbers computed of them
 
     def _number(self, node: fx.Node, value: Any) -> Any:
-        value = plain(value)
-        kind = _Bool if isinstance(value, bool) else _Int if isinstance(value, int) else _Float
-        traced = kind(value)
+        node.meta["value"] = value = plain(value)
+        traced = (_Int if isinstance(value, int) else _Float)(value)
         traced.node, traced.tracer = node, self
-        node.meta["value"] = value
         return traced
 
     def computed(self, fn: Callable[..., Any], args: tuple[Any, ...], value: Any) -> Any:
         """A number that was computed of others."""
-        if self._idle:
-            return value
         return self._number(self._place("call_function", fn, self._lift(args), pure=True), value)
 
-    def decided(self, number: Any, value: Any) -> None:
+    def decided(self, number: Any) -> None:
         """Python used the value of a number."""
-        if not self._idle:
-            self._place("call_function", guard, (number.node, value, line_in_model()))
+        self._place("call_function", guard, (number.node, plain(number), line_in_model()))
 
     # What is used
 
