@@ -178,9 +178,8 @@ class DeferredBatchNorm3d(DeferredBatchNorm, nn.BatchNorm3d):
 
 
 _DEFERRED: dict[type[nn.Module], type[DeferredBatchNorm]] = {
-    nn.BatchNorm1d: DeferredBatchNorm1d,
-    nn.BatchNorm2d: DeferredBatchNorm2d,
-    nn.BatchNorm3d: DeferredBatchNorm3d,
+    kind.__bases__[1]: kind
+    for kind in (DeferredBatchNorm1d, DeferredBatchNorm2d, DeferredBatchNorm3d)
 }
 
 

@@ -97,10 +97,8 @@ def call_note(error: BaseException, layer: Any, value: Any, *, unpack: bool) -> 
         what = f"a dict with {', '.join(map(repr, value)) or 'no keys'}"
     if unpack:
         return f"unpack=True called it with {what}"
-    if not spread:
-        return f"it was called with one argument, {what}"
-    return (
-        f"it was called with {what} as its one argument, as in an nn.Sequential: "
-        "Pipe(..., unpack=True) (or a syncpipe.PipeSequential) spreads tuples over arguments "
-        "and dicts over keyword arguments"
+    way = (
+        ", as in an nn.Sequential: Pipe(..., unpack=True) (or a syncpipe.PipeSequential) spreads "
+        "tuples over arguments and dicts over keyword arguments"
     )
+    return f"it was called with {what} as its one argument{way if spread else ''}"

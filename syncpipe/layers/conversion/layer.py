@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import operator
 import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from difflib import SequenceMatcher
 from itertools import chain, pairwise
@@ -344,28 +344,26 @@ class ModelNames(nn.Module):
             _say_with_model_names
         )
 
-    def _converted(self) -> dict[str, ConvertedLayer]:
-        """The converted layers by name."""
-        layers = self._modules.items()
-        return {name: layer for name, layer in layers if isinstance(layer, ConvertedLayer)}
+    def _layer(self, name: str) -> ConvertedLayer | None:
+        """The converted layer in which something of this name is."""
+        layer = self._modules.get(name.partition(".")[0])
+        return layer if isinstance(layer, ConvertedLayer) else None
 
-    def _in_model(self, named: Iterable[tuple[str, Any]], of_state: bool) -> dict[str, Any]:
-        """Things by their names in the model, and in its order."""
-        layers, found = self._converted(), dict[str, Any]()
-        for name, thing in named:
-            first, _, rest = name.partition(".")
-            found[rest if first in layers else name] = thing
-        order = next(iter(layers.values()))._names[of_state] if layers else ()
-        return {name: found[name] for name in dict.fromkeys([*order, *found]) if name in found}
+    def _in_order(self, named: dict[str, Any], of_state: bool) -> dict[str, Any]:
+        """Things by name, in the order of the model."""
+        layer = next(filter(None, map(self._layer, self._modules)), None)
+        order = [] if layer is None else filter(named.__contains__, layer._names[of_state])
+        return {name: named[name] for name in dict.fromkeys([*order, *named])}
 
     def named_modules(
         self, memo: set[nn.Module] | None = None, prefix: str = "", remove_duplicate: bool = True
     ) -> Iterator[tuple[str, nn.Module]]:
         """As of any module; the names are those of the model, and of layers their index."""
-        layers = self._converted()
         for name, module in super().named_modules(memo, "", remove_duplicate):
-            first, _, rest = name.partition(".")
-            name = rest if rest and first in layers else name
+            layer = self._layer(name)
+            # Parameters of the model itself have no name before theirs.
+            if layer is not None and (module is not layer or layer._parameters or layer._buffers):
+                name = name.partition(".")[2]
             yield ".".join(filter(None, (prefix, name))), module
 
     def _named_members(
@@ -375,15 +373,8 @@ class ModelNames(nn.Module):
         recurse: bool = True,
         remove_duplicate: bool = True,
     ) -> Iterator[tuple[str, Any]]:
-        modules = super().named_modules(remove_duplicate=False) if recurse else [("", self)]
-        named = (
-            (f"{path}.{name}" if path else name, value)
-            for path, module in modules
-            for name, value in members(module)
-            if value is not None
-        )
-        seen = set[Any]()
-        for name, value in self._in_model(named, of_state=False).items():
+        named, seen = dict(super()._named_members(members, "", recurse, False)), set[Any]()
+        for name, value in self._in_order(named, of_state=False).items():
             if not (remove_duplicate and value in seen):
                 yield f"{prefix}.{name}" if prefix else name, value
             seen.add(value)
@@ -391,14 +382,14 @@ class ModelNames(nn.Module):
     def _load_from_state_dict(
         self, state_dict: Any, prefix: str, metadata: Any, strict: bool, *messages: list[str]
     ) -> None:
-        found: dict[str, Any] = {}
-        taken: set[str] = set()
-        for name, layer in self._converted().items():
-            for key in layer.state_dict():
-                if prefix + key in state_dict:
-                    found[f"{prefix}{name}.{key}"] = state_dict[prefix + key]
-                    taken.add(prefix + key)
-        for key in taken:
+        moved = {  # the names with the index of a layer, of which it may be several
+            f"{prefix}{name}.{key}": prefix + key
+            for name, layer in self._modules.items()
+            for key in (layer.state_dict() if isinstance(layer, ConvertedLayer) else ())
+            if prefix + key in state_dict
+        }
+        found = {new: state_dict[old] for new, old in moved.items()}
+        for key in set(moved.values()):
             del state_dict[key]
         state_dict.update(found)
         self.__dict__["_loading"] = prefix, messages
@@ -408,7 +399,7 @@ class ModelNames(nn.Module):
 def _say_with_model_names(module: ModelNames, _: Any) -> None:
     """Takes the indices of layers out of what loading them has to say."""
     prefix, messages = module.__dict__.pop("_loading")
-    names = "|".join(map(re.escape, module._converted()))
+    names = "|".join(re.escape(name) for name in module._modules if module._layer(name))
     index = re.compile(rf"(^| )({re.escape(prefix)})({names})\.")
     for texts in messages if names else ():
         texts[:] = [index.sub(r"\1\2", text) for text in texts]
@@ -416,14 +407,15 @@ def _say_with_model_names(module: ModelNames, _: Any) -> None:
 
 def _save_with_model_names(module: ModelNames, state_dict: Any, prefix: str, _: Any) -> None:
     """Renames what the layers have saved, and sorts it as in the model."""
-    layers = module._converted()
     for own in (state_dict, getattr(state_dict, "_metadata", {})):
-        named = [
-            (key.removeprefix(prefix), own.pop(key)) for key in list(own) if key.startswith(prefix)
-        ]
-        # A layer itself is nobody's in the model.
-        named = [pair for pair in named if pair[0] not in layers]
-        own.update((prefix + k, v) for k, v in module._in_model(named, of_state=True).items())
+        named = {}
+        for key in [key for key in own if key.startswith(prefix)]:
+            name, value = key.removeprefix(prefix), own.pop(key)
+            if module._layer(name) is None:
+                named[name] = value
+            elif "." in name:  # a layer itself is nobody's in the model
+                named[name.partition(".")[2]] = value
+        own.update((prefix + k, v) for k, v in module._in_order(named, of_state=True).items())
 
 
 _say_with_model_names._syncpipe_own = True  # type: ignore[attr-defined]

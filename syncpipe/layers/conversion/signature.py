@@ -50,17 +50,15 @@ class Signature:
         self._structure = flatten(bare)[1]  # which holds containers, but no tensors
         named = {at: leaf for at, leaf in found.items() if _is_tensor(leaf)}
         self.names, tensors = list(named), list(map(_bare, named.values()))
-        may_be_cut = [isinstance(t, Tensor) and t.dim() > 0 for t in named.values()]
-        sizes = [len(t) for t, cut in zip(tensors, may_be_cut, strict=True) if cut and len(t)]
-        if not sizes:
+        # Of those that may be cut: a tensor in NoChunk is none.
+        sizes = [len(t) if isinstance(t, Tensor) and t.dim() else 0 for t in named.values()]
+        self.batch = next(filter(None, sizes), 0)
+        if not self.batch:
             raise ValueError(
                 f"the sample for {self.name} holds no tensor with a batch in dimension 0: give the "
                 f"arguments of {self.name}.forward{self.parameters}, as for one call of the model"
             )
-        self.batch = sizes[0]
-        self.is_cut = [
-            cut and len(t) == self.batch for t, cut in zip(tensors, may_be_cut, strict=True)
-        ]
+        self.is_cut = [size == self.batch for size in sizes]
         others = [size for tensor in tensors for size in tensor.shape[1:]]
         if sum(self.is_cut) > 1 and self.batch in others:
             raise ValueError(
@@ -181,11 +179,8 @@ class Signature:
 
 def _named(arguments: dict[str, Any]) -> dict[str, Any]:
     """What is in arguments, by names for messages."""
-    return {
-        at: leaf
-        for name, value in arguments.items()
-        for at, leaf in zip(leaf_names(name, value), flatten(value)[0], strict=True)
-    }
+    names = (at for name, value in arguments.items() for at in leaf_names(name, value))
+    return dict(zip(names, flatten(list(arguments.values()))[0], strict=True))
 
 
 def _shown(leaf: Any) -> str:
