@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Iterable, Sequence
+from itertools import groupby
 from typing import Any
 
 import torch
@@ -46,24 +47,20 @@ def check_module(module: Any) -> None:
             f"module ({type(module).__name__}) is an nn.Sequential with a {method} of its own, "
             "which a pipe would not run: put what it does into layers"
         )
-    for name, layer in module._modules.items():
-        if layer is None:
-            raise ValueError(f"module has no layer under the name {name!r} (it is None)")
-    if own := [*module._parameters, *module._buffers]:
-        raise ValueError(
-            f"module has parameters or buffers of its own ({', '.join(own)}) beside its layers, "
-            "where no layer of a pipe can use them: move them into a layer"
-        )
-    if hooks := hooks_of(module):
-        raise ValueError(
-            f"module has hooks on the nn.Sequential itself ({', '.join(hooks)}), which a pipe "
-            "would not run: register them on the pipe, or on layers"
-        )
-    if module._compiled_call_impl is not None:
-        raise ValueError(
-            "module was compiled as a whole (module.compile()), which a pipe would not run: "
-            "compile the layers"
-        )
+    gone = [name for name, layer in module._modules.items() if layer is None]
+    own, hooks = [*module._parameters, *module._buffers], hooks_of(module)
+    wrong = {
+        f"has no layer under the name {', '.join(map(repr, gone))} (it is None)": gone,
+        f"has parameters or buffers of its own ({', '.join(own)}) beside its layers, where no "
+        "layer of a pipe can use them: move them into a layer": own,
+        f"has hooks on the nn.Sequential itself ({', '.join(hooks)}), which a pipe would not run: "
+        "register them on the pipe, or on layers": hooks,
+        "was compiled as a whole (module.compile()), which a pipe would not run: compile the "
+        "layers": module._compiled_call_impl is not None,
+    }
+    for what, holds in wrong.items():
+        if holds:
+            raise ValueError(f"module {what}")
 
 
 def check_no_hooks(partitions: Sequence[nn.Module]) -> None:
@@ -120,10 +117,7 @@ def placed_balance(module: nn.Sequential) -> tuple[list[int], list[torch.device]
     Consecutive layers on one device form a partition. A layer without tensors that no layer before
     it has goes with the one before it, the first ones with the first that has any.
     """
-    seen: set[int] = set()
-    balance: list[int] = []
-    devices: list[torch.device] = []
-    before = 0  # layers without tensors at the start
+    seen, homes = set[int](), list[torch.device | None]()
     for name, layer in module._modules.items():
         tensors = [] if layer is None else [*layer.parameters(), *layer.buffers()]
         found = {tensor.device for tensor in tensors if id(tensor) not in seen}
@@ -133,15 +127,10 @@ def placed_balance(module: nn.Sequential) -> tuple[list[int], list[torch.device]
                 f"layer {name!r} ({type(layer).__name__}) is on several devices "
                 f"({', '.join(sorted(map(str, found)))}): a layer must be on one device"
             )
-        if found and (not devices or found != {devices[-1]}):
-            devices += found
-            balance.append(before)
-            before = 0
-        if devices:
-            balance[-1] += 1
-        else:
-            before += 1
-    return balance, devices
+        homes.append(found.pop() if found else homes[-1] if homes else None)
+    first = next(filter(None, homes), None)
+    runs = [(home, len(list(those))) for home, those in groupby(home or first for home in homes)]
+    return [size for home, size in runs if home], [home for home, _ in runs if home]
 
 
 def default_devices(partitions: int) -> list[torch.device]:

@@ -72,8 +72,9 @@ def layers_of(
     layers[0]._model_signature = signature
     members, used = _members(model), list(map(_members, layers))
     homes = {t: layer for layer, own in zip(layers, used, strict=True) for t in own.values()}
-    for path in members.keys() - set(chain(*used)):
-        homes.setdefault(members[path], layers[-1]).hold(model, path)
+    for path, tensor in members.items():
+        if not any(path in own for own in used):
+            homes.setdefault(tensor, layers[-1]).hold(model, path)
     for layer in layers:
         layer._names = list(members), list(model.state_dict())
         if any(kind in code.text for kind in _FLOATS for code in layer._codes):

@@ -343,8 +343,7 @@ class _Inlined:
                     self.unlike.append((tensors, {fault.line for fault in faults}))
                     continue
                 for mode, run in others.items() if number == 0 else ():
-                    result = self.runs[mode].result
-                    _check_outputs(self.name, result, run.result, tensors, self.tensors)
+                    self._check_outputs(self.runs[mode].result, run.result, size)
                 free |= group
                 break
             if number == 0 and not free:
@@ -374,6 +373,26 @@ class _Inlined:
         return tensors
 
     # What is said
+
+    def _check_outputs(self, result: Any, varied: Any, m: int) -> None:
+        """Refuses outputs of which the batch is not dimension 0: they could not be concatenated."""
+        n = self.signature.batch
+        pairs = zip(flatten(result)[0], flatten(varied)[0], strict=False)
+        for at, (a, b) in zip(leaf_names("output", result), pairs, strict=False):
+            if not (isinstance(a, Tensor) and isinstance(b, Tensor) and a.dim() == b.dim() > 0):
+                continue
+            follows = [d for d in range(a.dim()) if a.shape[d] != b.shape[d]]
+            if follows != [0] or a.shape[0] * m != b.shape[0] * n:
+                dims = " and ".join(map(str, follows))
+                raise ValueError(
+                    f"{at} of {self.name} is {described(a)} for a batch of {n} and {described(b)} "
+                    f"for one of {m}: it has "
+                    f"{f'the batch in dimension {dims}' if dims else 'no batch'}, and outputs of "
+                    "micro-batches are put together along dimension 0. Let the model return it "
+                    "with the batch in dimension 0 (transposed, or expanded), leave it out, or "
+                    "compute it of the outputs (a matrix of all samples with all others, in the "
+                    "loss)"
+                )
 
     def _large_modules(self) -> Iterator[str]:
         """Says which module that was not inlined has most of the model."""
@@ -425,29 +444,6 @@ def _bar(name: str) -> Any:
         return nullcontext()
     desc = f"sequential({name})"
     return tqdm(desc=desc, total=20, unit="run", delay=2, leave=False, disable=None)
-
-
-def _check_outputs(
-    name: str, result: Any, varied: Any, tensors: list[Tensor], sample: list[Tensor]
-) -> None:
-    """Refuses outputs of which the batch is not dimension 0: they could not be concatenated."""
-    sizes = {(len(a), len(b)) for a, b in zip(sample, tensors, strict=True) if a.dim()}
-    n, m = next(pair for pair in sizes if pair[0] != pair[1])
-    pairs = zip(flatten(result)[0], flatten(varied)[0], strict=False)
-    for at, (a, b) in zip(leaf_names("output", result), pairs, strict=False):
-        if not (isinstance(a, Tensor) and isinstance(b, Tensor) and a.dim() == b.dim() > 0):
-            continue
-        follows = [d for d in range(a.dim()) if a.shape[d] != b.shape[d]]
-        if follows != [0] or a.shape[0] * m != b.shape[0] * n:
-            dims = " and ".join(map(str, follows))
-            raise ValueError(
-                f"{at} of {name} is {described(a)} for a batch of {n} and {described(b)} for "
-                f"one of {m}: it has {f'the batch in dimension {dims}' if dims else 'no batch'}, "
-                "and outputs of micro-batches are put together along dimension 0. Let the model "
-                "return it with the batch in dimension 0 (transposed, or expanded), leave it out, "
-                "or compute it of the outputs (a matrix of all samples with all others, in the "
-                "loss)"
-            )
 
 
 def _give_values(model: nn.Module) -> None:
