@@ -338,10 +338,10 @@ class Tracer(TorchFunctionMode):
         """A function that decides by the values of a tensor, which it does in each call."""
         target = Function(fn, fn.__name__.lstrip("_"))
 
-        def called(tensor: Any, *args: Any) -> Any:
+        def called(tensor: Any, *args: Any, **kwargs: Any) -> Any:
             if self.idle or not isinstance(tensor, Tensor):
-                return fn(tensor, *args)
-            return self._perform("call_function", target, fn, (tensor, *args), {})
+                return fn(tensor, *args, **kwargs)
+            return self._perform("call_function", target, fn, (tensor, *args), kwargs)
 
         return called
 
