@@ -473,12 +473,15 @@ def build_alone(spec: LayerSpec, device: torch.device, init_fn: InitFn | None = 
 
 
 def _tie(layers: Iterable[nn.Module], built: set[nn.Module]) -> None:
-    """Has layers share what they are told to with the first one of their key, if one is new."""
+    """Has layers that were built share what they are told to with the first one of their key.
+
+    What was there before comes first, and keeps its values, if it has any.
+    """
     owners: dict[Any, nn.Module] = {}
-    for layer in layers:
+    for layer in sorted(layers, key=built.__contains__):
         key, attributes = vars(layer).get("_syncpipe_tie", (None, ()))
         owner = owners.setdefault(key, layer)
-        for attribute in attributes if built & {owner, layer} else ():
+        for attribute in attributes if layer in built else ():
             mine, other = (_tied_tensor(each, attribute) for each in (layer, owner))
             if _kind(mine) != _kind(other):
                 raise ValueError(
@@ -486,9 +489,10 @@ def _tie(layers: Iterable[nn.Module], built: set[nn.Module]) -> None:
                     f"the {type(owner).__name__} with which it is tied by the key {key!r} is "
                     f"{_kind(other)}: they must be alike"
                 )
-            for module, _, name, tensor in list(places_of(layer)):
-                if tensor is mine:
-                    setattr(module, name, other)
+            kept = mine if other.is_meta and not mine.is_meta else other
+            for module, _, name, tensor in [*places_of(layer), *places_of(owner)]:
+                if tensor is mine or tensor is other:
+                    setattr(module, name, kept)
 
 
 def _kind(tensor: Tensor) -> str:

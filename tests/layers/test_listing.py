@@ -548,6 +548,8 @@ def test_any_tensors_may_be_tied_and_each_key_has_an_owner_of_its_own() -> None:
     assert pipe[0].weight is not pipe[1].weight
     assert pipe[0].bias is not pipe[2].bias
     assert torch.equal(pipe[2].weight, Pipe(layers[:1], [1], seed=4)[0].weight)
+    there, pipe[0] = pipe[2].weight, layers[0]  # a new layer in the place of the first one
+    assert pipe[0].weight is there is pipe[2].weight
 
 
 @pytest.mark.parametrize("again", [copy.deepcopy, lambda pipe: pickle.loads(pickle.dumps(pipe))])
@@ -675,32 +677,6 @@ def test_callables_are_compiled_traced_measured_and_planned() -> None:
     assert balance_by_type(2, layers, "^double$") == [4, 2]
 
 
-NO_LAYERS: dict[str, tuple[Any, str]] = {
-    "class": (
-        [nn.ReLU(), nn.Linear],
-        r"layer 1 is the class Linear.*Linear\(\.\.\.\).*LayerSpec\(",
-    ),
-    "nested": ([[nn.ReLU()]], r"layer 0 is a list: unpack it.*nn\.Sequential\(\*layers\)"),
-    "none": ([nn.ReLU(), None], r"layer 1 is a NoneType.*a module, a callable or a LayerSpec"),
-    "number": ([3], r"layer 0 is a int \(3\)"),
-    "generator": ([lambda x: (yield x)], r"layer 0: <lambda>.*generator.*@skippable"),
-    "set": ({nn.ReLU()}, "not set"),
-    "string": ("relu", "not str"),
-    "tensor": (torch.ones(2), "not Tensor"),
-    "pipe": (Pipe([nn.ReLU()], [1]), "not Pipe"),
-}
-
-
-@pytest.mark.parametrize("what", NO_LAYERS)
-def test_what_is_no_layer_is_refused(what: str) -> None:
-    layers, message = NO_LAYERS[what]
-    with pytest.raises(TypeError, match=message):
-        Pipe(layers, [1])
-
-
-HELD = nn.Linear(3, 3)
-
-
 class Holds:
     def __init__(self, inner: nn.Module) -> None:
         self.inner = inner
@@ -713,18 +689,24 @@ def closure(layer: Any) -> Any:
     return lambda x: layer(x)
 
 
-@pytest.mark.parametrize(
-    "function",
-    [
-        closure(HELD),
-        closure(HELD.weight),
-        lambda x, layer=HELD: layer(x),
-        Holds(HELD),
-        HELD.forward,
-        partial(F.linear, weight=HELD.weight),
-        partial(HELD),
-    ],
-)
-def test_parameters_that_the_pipe_would_not_see_are_refused(function: Any) -> None:
-    with pytest.raises(ValueError, match=r"layer 1: .* uses a .*TiedLayerSpec"):
-        Pipe([nn.ReLU(), function], [2])
+HELD = nn.Linear(3, 3)
+HOLD: list[Any] = [closure(HELD), closure(HELD.weight), lambda x, layer=HELD: layer(x), Holds(HELD)]
+HOLD += [HELD.forward, partial(F.linear, weight=HELD.weight), partial(HELD)]
+NO_LAYERS: list[tuple[Any, str]] = [
+    ([nn.ReLU(), nn.Linear], r"layer 1 is the class Linear.*Linear\(\.\.\.\).*LayerSpec\("),
+    ([[nn.ReLU()]], r"layer 0 is a list: unpack it.*nn\.Sequential\(\*layers\)"),
+    ([nn.ReLU(), None], r"layer 1 is a NoneType.*a module, a callable or a LayerSpec"),
+    ([3], r"layer 0 is a int \(3\)"),
+    ([lambda x: (yield x)], r"layer 0: <lambda>.*generator.*@skippable"),
+    ({nn.ReLU()}, "not set"),
+    ("relu", "not str"),
+    (torch.ones(2), "not Tensor"),
+    (Pipe([nn.ReLU()], [1]), "not Pipe"),
+    *(([nn.ReLU(), function], r"layer 1: .* uses a .*TiedLayerSpec") for function in HOLD),
+]
+
+
+@pytest.mark.parametrize(("layers", "message"), NO_LAYERS)
+def test_what_is_no_layer_or_hides_parameters_is_refused(layers: Any, message: str) -> None:
+    with pytest.raises((TypeError, ValueError), match=message):
+        Pipe(layers, [1])

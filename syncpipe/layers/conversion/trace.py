@@ -509,11 +509,11 @@ class Tracer(TorchFunctionMode):
             return self._nodes[id(leaf)]
         if isinstance(leaf, nn.Module) or (isinstance(leaf, Tensor) and leaf.requires_grad):
             self._fault(f"a {type(leaf).__name__} that is no part of the model is used")
-        for name, known in list(self._objects.items()):  # by one name in every run
-            if known is leaf or (not isinstance(leaf, Tensor) and equal(known, leaf)):
-                return self._place("get_attr", name, key=("object", name), value=leaf)
-        name = f"_{type(leaf).__name__}_{len(self._objects)}"
-        self._objects[name] = leaf
+        by_value = not isinstance(leaf, Tensor)  # it has one name in every run
+        known = self._objects.items()
+        found = (n for n, old in known if old is leaf or (by_value and equal(old, leaf)))
+        name = next(found, f"_{type(leaf).__name__}_{len(known)}")
+        self._objects.setdefault(name, leaf)
         return self._place("get_attr", name, key=("object", name), value=leaf)
 
     def _check_draws(self) -> None:
