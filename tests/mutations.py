@@ -10,8 +10,8 @@ are found by what they call, wherever they are, so that the table follows the pa
 redrawn.
 
 Each mutant is a copy of the package, on which the detectors run one after another until a test
-fails. They run once without any change first: what is red then is left out, and said; and whoever
-does not run a statement there need not look for it.
+fails. They run once without any change first, where nothing may be red; and whoever does not run a
+statement there need not look for it.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ class Detector(NamedTuple):
         simulated: whether they run on the simulated devices.
         every: of how many tests one runs, in any order; many differ in little from each other.
         seconds: after which a run counts as hanging.
-        runs: the statements that it runs, as ``Mutant.key``; filled by :func:`without_reds`.
+        runs: the statements that it runs, as ``Mutant.key``; filled by :func:`looked_at`.
     """
 
     about: str
@@ -253,7 +253,7 @@ def reds_by(root: Path, detector: Detector) -> list[str]:
     """The tests that fail on a copy; nothing if none does."""
     command = [*detector.arguments, "--seed=1", "--stop"]
     if not detector.fuzz:
-        command = ["pytest", *_PYTEST, "-p", "tests.mutations", *detector.arguments]
+        command = ["pytest", *_PYTEST, "-x", "-p", "tests.mutations", *detector.arguments]
     environment = {**os.environ, "PYTHONPATH": str(root), "PYTHONDONTWRITEBYTECODE": "1"}
     environment |= {"SYNCPIPE_EVERY": str(detector.every)}
     environment["SYNCPIPE_SIMULATED"] = str(int(detector.simulated))
@@ -293,22 +293,17 @@ def judged(mutant: Mutant, detectors: dict[str, Detector]) -> tuple[str, str]:
     return "", ""
 
 
-def without_reds(name: str) -> Detector:
-    """A detector that stops at the first test that is red, but for those that are red anyway."""
+def looked_at(name: str) -> Detector:
+    """A detector with the statements that it runs."""
     detector = DETECTORS[name]
     with tempfile.TemporaryDirectory(prefix="mutant") as folder:
         copied(Path(folder), None)
-        reds = reds_by(Path(folder), detector)
-        notes = Path(folder, "notes.txt")
-        runs = frozenset(notes.read_text().split("\n")) if notes.exists() else frozenset()
-    for red in reds:
-        print(f"{name}: red without any change, and so left out: {red}", flush=True)
-    if not all("::" in red for red in reds):  # it cannot judge anything
-        return detector
-    runs = frozenset(key for key in runs if re.search(detector.about, key))
+        if reds := reds_by(Path(folder), detector):
+            raise SystemExit(f"{name}: red without any change: {', '.join(reds)}")
+        notes = Path(folder, "notes.txt").read_text().split()
+    runs = frozenset(key for key in notes if re.search(detector.about, key))
     print(f"{name} runs {len(runs)} of them", flush=True)
-    more = [] if detector.fuzz else ["-x", *(f"--deselect={red}" for red in reds)]
-    return detector._replace(arguments=[*detector.arguments, *more], runs=runs)
+    return detector._replace(runs=runs)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -334,7 +329,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     missed: list[Mutant] = []
     killed: collections.Counter[str] = collections.Counter()
     with ThreadPoolExecutor(options.processes) as pool:
-        detectors = dict(zip(names, pool.map(without_reds, names), strict=True))
+        detectors = dict(zip(names, pool.map(looked_at, names), strict=True))
         found = pool.map(partial(judged, detectors=detectors), chosen)
         for mutant, (name, red) in zip(chosen, found, strict=True):
             if red:

@@ -226,6 +226,7 @@ DDP: dict[str, dict[str, Any]] = {
     "no_sync": {"ddp": {}, "checkpoint": "always", "no_sync": 1},
     "static_graph": {"ddp": {"static_graph": True}, "checkpoint": "always"},
     "unused": {"ddp": {"find_unused_parameters": True}, "kind": "sometimes"},
+    "tied": {"ddp": {}, "kind": "tied"},
 }
 
 

@@ -79,7 +79,6 @@ class Case:
     by_hand: bool
     input_grad: bool
     calls: tuple[Call, ...]
-    listed: bool = False
     unpack: bool = False
     beside: bool = False  #: a thread of the user's, so that layers draw in another way
 
@@ -97,7 +96,7 @@ class Case:
         """The pipe on CPU workers."""
         torch.manual_seed(self.model.seed)
         return Pipe(
-            self.model.listed() if self.listed and not self.model.ties else self.model.build(),
+            self.model.build(),
             self.balance,
             devices=[f"cpu:{k}" for k in self.workers],
             replicas=self.replicas,
@@ -126,8 +125,11 @@ def drawn_case(
     else:
         devices = [chance.randrange(workers) for _ in range(stages)]
     devices = [list(dict.fromkeys(devices)).index(k) for k in devices]
-    has_copies &= len({*devices}) == stages and not model.ties
-    replicas = [chance.randint(1, 3) if has_copies else 1 for _ in range(stages)]
+    has_copies &= len({*devices}) == stages
+    stage_of = [j for j, (a, b) in enumerate(pairwise(edges)) for _ in range(b - a)]
+    ties = [{stage_of[first], stage_of[second]} for first, second, _ in model.ties]
+    alone = {j for tie in ties if len(tie) > 1 for j in tie} if has_copies else {*range(stages)}
+    replicas = [1 if j in alone else chance.randint(1, 3) for j in range(stages)]
     # PyTorch refuses to write into what a policy has saved, and operations that are other ones.
     refused = any(KINDS[kind].inplace or kind == "late" for kind in model.layers)
     selective = [] if refused else [Selective(_SAVED)]
@@ -158,7 +160,6 @@ def drawn_case(
         chance.random() < 0.1,
         chance.random() < 0.6,
         tuple(calls),
-        chance.random() < 0.3,
     )
     checkpoint = _by_layer(chance, modes, edges) or case.checkpoint
     lone = not {"fork", "twice", "weighs"} & {*model.layers}  # what these make is one argument

@@ -9,7 +9,6 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
 from itertools import accumulate, takewhile
 from typing import Any
 
@@ -18,7 +17,6 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.utils.parametrizations import spectral_norm, weight_norm
 
-from syncpipe import LayerSpec
 from syncpipe.skip import Namespace
 from tests.fuzz.layers import (
     Autocast,
@@ -53,7 +51,6 @@ from tests.support.models import (
     Receive,
     Send,
     Tied,
-    on_x,
     tie,
 )
 from tests.support.running import Do, Residual, Using
@@ -164,6 +161,7 @@ KINDS: dict[str, Kind] = {
     "tanh": Kind(lambda: Known(nn.Tanh()), stores=True),
     "gelu": Kind(lambda: Known(nn.GELU())),
     "frozen": Kind(_frozen),
+    "data_parallel": Kind(lambda: Inner(nn.DataParallel(_linear())), cpu=True),
     "tied": Kind(Tied),
     "seldom": Kind(Seldom),
     "attention": Kind(
@@ -288,16 +286,8 @@ KINDS: dict[str, Kind] = {
     "receive": Kind(Receive, passes=True),  # what it pops may be None
     "receive_unused": Kind(lambda: Receive(used=False), passes=True),
 }
-#: Those that are functions only.
-_FUNCTIONS = {"expand", "transposed", "view", "slice", "mul_", "add_"}
 _ENDS = {"fork": ("join", "part"), "twice": ("meet", "part"), "weighs": ("weighed", "part")}
 _ALL_ENDS = {*sum(_ENDS.values(), ())}
-
-
-def _isolated(kind: str, space: Namespace) -> nn.Module:
-    layer: Any = KINDS[kind].make()
-    isolated: nn.Module = layer.isolate(space)
-    return isolated
 
 
 def _doubled(grads: Sequence[Tensor | None]) -> tuple[Tensor | None, ...]:
@@ -353,17 +343,16 @@ class Model:
                 break
         return False
 
-    def _makers(self) -> Iterator[tuple[str, tuple[Any, ...]]]:
-        """For each layer its kind, and the function that makes it with its arguments."""
+    def _layers(self) -> Iterator[nn.Module]:
         waiting: list[Namespace] = []
         for kind in self.layers:
+            layer: Any = KINDS[kind].make()
             if kind.startswith("send"):
                 waiting.append(Namespace())
-                yield kind, (_isolated, kind, waiting[-1])
+                layer.isolate(waiting[-1])
             elif kind.startswith("receive"):
-                yield kind, (_isolated, kind, waiting.pop(0))
-            else:
-                yield kind, (KINDS[kind].make,)
+                layer.isolate(waiting.pop(0))
+            yield layer
 
     def build(self, dtype: torch.dtype = torch.float32) -> nn.Sequential:
         """The same model every time."""
@@ -371,7 +360,7 @@ class Model:
         torch.set_default_dtype(dtype)
         try:
             torch.manual_seed(self.seed)
-            model = nn.Sequential(*[make(*args) for _, (make, *args) in self._makers()])
+            model = nn.Sequential(*self._layers())
         finally:
             torch.set_default_dtype(before)
         for first, second, is_one in self.ties:
@@ -380,16 +369,6 @@ class Model:
             else:
                 tie(model[first], model[second])
         return model
-
-    def listed(self) -> list[Any]:
-        """The same layers as functions, where they are no more than that, and specs.
-
-        Built one after another after ``torch.manual_seed(seed)`` they are those of ``build``.
-        """
-        return [
-            partial(on_x, maker[0]().inner) if kind in _FUNCTIONS else LayerSpec(*maker)
-            for kind, maker in self._makers()
-        ]
 
     @property
     def uses_twice(self) -> bool:

@@ -470,15 +470,6 @@ def test_what_an_object_works_with_is_no_part_of_a_mini_batch(what):
     assert [piece[1] for piece in pieces] == [thing, thing]
 
 
-def test_entries_of_a_container_are_not_hidden():
-    class Encoding(UserDict):
-        pass
-
-    given = Encoding({"a": torch.ones(4), "b": {"c": [torch.ones(4)]}})
-    given.text = ["one", "two"]
-    assert scatter(given, 2)[1]["b"]["c"][0].shape == (2,)
-
-
 # --- between stages ----------------------------------------------------------------------------
 
 

@@ -74,9 +74,11 @@ def test_one_pipe_called_from_several_threads(mode, make, replicas):
 
 
 def chosen_inputs(run, module, x):
-    weigh(run(x)).backward(inputs=[module[2].weight, module[0].bias])
-    assert [grad is not None for grad in grads(module)] == [False, True, True, *[False] * 3]
-    return grads(module)
+    chosen = [module[2].weight, module[4].bias]
+    weigh(run(x)).backward(inputs=chosen)
+    for parameter in module.parameters():
+        assert (parameter.grad is not None) == any(parameter is each for each in chosen)
+    return [parameter.grad for parameter in chosen]
 
 
 def asked_for(run, module, x):
@@ -145,16 +147,36 @@ def several_gradients(run, module, x):
     return torch.autograd.grad(run(x), [x, *module.parameters()], several, is_grads_batched=True)
 
 
+def by_functional_call(run, module, x):
+    """In its backward, too, a recomputation computes with these parameters."""
+    before = dict(module.named_parameters())
+    given = {name: (p.detach() * 2 + 1).requires_grad_() for name, p in before.items()}
+    pieces = [x] if run is module else x.chunk(4)
+    y = torch.cat([torch.func.functional_call(module, given, (piece,)) for piece in pieces])
+    assert all(before[name] is p for name, p in module.named_parameters())
+    return torch.autograd.grad(weigh(y), [*given.values()])
+
+
+def hooked(run, module, x):
+    seen = []
+    module[2].weight.register_hook(lambda grad: seen.append(grad.clone()) or grad * 2)
+    weigh(run(x)).backward()
+    assert len(seen) == 1  # the whole gradient
+    return [*seen, *grads(module)]
+
+
 EXACT = [chosen_inputs, asked_for, retained_graph, some_samples, scaled_steps]
+EXACT += [by_functional_call, hooked]
 TO_ROUNDING = [two_forwards, one_after_another, second_derivatives, gradient_penalty]
 
 
+@pytest.mark.parametrize("make", [model, tied])
 @pytest.mark.parametrize("use", [*EXACT, *TO_ROUNDING, several_gradients])
-def test_uses_of_gradients(mode, use, x):
-    pipe, reference, copied = beside(mode, model())
+def test_uses_of_gradients(mode, use, make, x):
+    pipe, reference, copied = beside(mode, make())
     ours = use(pipe, pipe, x.clone().requires_grad_())
     theirs = use(reference, copied, x.clone().requires_grad_())
-    if use in EXACT:
+    if use in EXACT and make is model:
         assert_same(ours, theirs)
     else:
         torch.testing.assert_close(ours, theirs)

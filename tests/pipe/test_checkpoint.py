@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
-from syncpipe import Pipe, Selective, is_checkpointing, is_recomputing
+from syncpipe import Pipe, Selective, inline, is_checkpointing, is_recomputing
 from tests.support.training import FOUR, KINDS, RUNS
 from tests.support.watched import Memory, alive, gone
 
@@ -92,17 +92,33 @@ def test_the_layers_that_are_named_are_recomputed_and_no_others(way, run):
         assert layer.again == (2 if k in named else 0)
 
 
-@pytest.mark.parametrize("run", ["pipe(x)", "eval", *KINDS])
+#: Of stages with these modes how often the layers are computed again, by what is run.
+OWN_MODES = ("except_last", "never", "always", "never")
+SOME, NONE = (3, 0, 4, 0, 0, 0), (0,) * 6
+AGAIN = {
+    **dict.fromkeys(["pipe(x)", "inline", *KINDS], SOME),
+    **dict.fromkeys(["eval", "no_grad", "inference_mode", "no backward"], NONE),
+    "two samples": (1, 0, 2, 0, 0, 0),
+}
+CONTEXTS = {"inline": inline, "no_grad": torch.no_grad, "inference_mode": torch.inference_mode}
+
+
+@pytest.mark.parametrize("run", AGAIN)
 def test_each_stage_recomputes_as_its_own_mode_says(run):
     options, devices = RUNS.get(run, ({}, FOUR))
     pipe = pipe_of("never", (1, 1, 1, 3), devices=devices, chunks=4)
-    pipe.checkpoint = ["except_last", "never", "always", "never"]
-    assert pipe.checkpoint == ("except_last", "never", "always", "never")
-    if run in KINDS:
-        pipe.train_batch(torch.randn(8, 3), loss_fn=torch.mean, **options)
-    else:
-        forward(pipe.train(run != "eval"), torch.randn(8, 3))
-    assert again(pipe) == ([0] * 6 if run == "eval" else [3, 0, 4, 0, 0, 0])
+    pipe.checkpoint = list(OWN_MODES)
+    assert pipe.checkpoint == OWN_MODES
+    x = torch.randn(2 if run == "two samples" else 8, 3)
+    with CONTEXTS.get(run, torch.enable_grad)():
+        if run in KINDS:
+            pipe.train_batch(x, loss_fn=torch.mean, **options)
+        elif (y := pipe.train(run != "eval")(x)).requires_grad and run != "no backward":
+            y.sum().backward()
+    assert tuple(again(pipe)) == AGAIN[run]
+    dropped = tuple(layer.told.count((True, False)) for layer in pipe)
+    assert dropped == (SOME if run == "no backward" else AGAIN[run])
+    assert (is_checkpointing(), is_recomputing()) == (False, False)
 
 
 @every_driver

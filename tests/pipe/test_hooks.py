@@ -10,7 +10,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import distributed, nn
-from torch.nn.modules import module as registry
 
 from syncpipe import Pipe, is_recomputing
 from syncpipe.training.weight_gradients import WeightGradients
@@ -142,34 +141,6 @@ def test_hooks_of_the_pipe_itself_run_once_in_pipe_of_x_and_are_refused_elsewher
             call(X, TARGET, loss_fn=F.mse_loss)
 
 
-@every_driver
-def test_global_hooks_see_the_layers(driver):
-    calls, kinds = [], ("forward_pre_hook", "forward_hook", "full_backward_hook")
-    handles = [
-        getattr(registry, f"register_module_{kind}")(
-            lambda m, *_, kind=kind: calls.append((kind, type(m)))
-        )
-        for kind in kinds
-    ]
-    try:
-        run(driver, pipe_for(driver, checkpoint="never"))
-    finally:
-        for handle in handles:
-            handle.remove()
-    for kind in kinds:
-        for layer in (nn.Linear, nn.Tanh):
-            assert calls.count((kind, layer)) == 8
-
-
-def test_state_dict_hooks_of_layers_run():
-    pipe, calls = pipe_for("pipe(x)"), []
-    pipe[0].register_state_dict_pre_hook(lambda *_: calls.append("save"))
-    pipe[0].register_load_state_dict_pre_hook(lambda *_: calls.append("load"))
-    pipe[0].register_load_state_dict_post_hook(lambda *_: calls.append("loaded"))
-    pipe.load_state_dict(pipe.state_dict())
-    assert calls == ["save", "load", "loaded"]
-
-
 def test_hooks_of_a_partition_stay_with_a_new_layer_and_refuse_another_balance():
     pipe, calls = Pipe(model(), [2, 2], devices=FOUR, chunks=2), []
     handle = pipe.partitions[1].register_forward_hook(lambda *_: calls.append("after"))
@@ -283,19 +254,6 @@ def test_layers_that_communicate_in_backward_are_refused(one_process, run, name,
         setattr(pipe, "1", wrap(pipe[1]))
     with pytest.raises(RuntimeError, match=rf"wrapped in {name}.*data_parallel\(pipe\)"):
         pipe.train_batch(ONES, ZEROS, loss_fn=F.mse_loss, **RUNS[run][0])
-
-
-@pytest.mark.parametrize("run", KINDS)
-def test_layers_in_data_parallel_train(run):
-    """It is one process: replicas come and go within the layer's own forward and backward."""
-    module = layers()
-    plain = copy.deepcopy(module)
-    module[1] = nn.DataParallel(module[1])
-    pipe = Pipe(module, [1] * 4, devices=RUNS[run][1], chunks=2)
-    pipe.train_batch(ONES, ZEROS, loss_fn=F.mse_loss, **RUNS[run][0])
-    F.mse_loss(plain(ONES), ZEROS).backward()
-    for ours, theirs in zip(pipe.parameters(), plain.parameters(), strict=True):
-        torch.testing.assert_close(ours.grad, theirs.grad)
 
 
 def doubling(method: str):

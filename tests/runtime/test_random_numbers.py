@@ -205,21 +205,6 @@ def test_a_thread_that_draws_is_no_reason_for_an_error(mode):
             assert_same(trained(pipe, pipe, X), expected)
 
 
-def test_a_loss_that_is_checked_beside_another_pipe_leaves_the_callers_generator_alone():
-    noisy, checked = pipe_of(nn.Sequential(Noise(), Noise())), pipe_of(nn.Sequential(nn.Tanh()))
-    calls = (
-        partial(noisy, torch.ones(8, 5000)),
-        partial(checked.train_batch, X.clone().requires_grad_(), loss_fn=torch.mean, verify=True),
-    )
-    states = []
-    for workers in (1, 2):
-        torch.manual_seed(5)
-        with ThreadPoolExecutor(workers) as threads:
-            list(threads.map(lambda call: [call() for _ in range(60)], calls))
-        states.append(torch.get_rng_state())
-    assert_same(*states)
-
-
 def test_random_states_are_not_read_while_a_layer_has_its_own():
     draws, read, ended = threading.Event(), threading.Event(), threading.Event()
 

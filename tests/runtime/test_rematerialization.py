@@ -1,111 +1,24 @@
-"""Which cells are computed again, when, how often, and that nothing but memory shows it."""
+"""Nothing but memory shows that cells are computed again, whatever changed since, and in layers.
+
+Which of them are, and how often, is in ``tests/pipe/test_checkpoint.py``.
+"""
 
 from __future__ import annotations
 
 import copy
 import gc
-import os
 import weakref
 
 import pytest
 import torch
 from torch import nn
-from torch.func import functional_call
 from torch.nn.utils import spectral_norm as old_spectral_norm
 from torch.nn.utils.parametrizations import spectral_norm
 
-from syncpipe import Pipe, inline, is_checkpointing, is_recomputing
+from syncpipe import Pipe, is_recomputing
 from tests.support.models import in_turn
-from tests.support.running import (
-    MODES,
-    Do,
-    assert_same,
-    in_threads,
-    on_gradient,
-    pipe_of,
-    trained,
-    weigh,
-)
+from tests.support.running import MODES, Do, assert_same, pipe_of, trained, weigh
 from tests.support.watched import Memory, Watched, alive, gone
-
-RECOMPUTED = {"never": [], "except_last": [0, 1, 2], "always": [0, 1, 2, 3]}
-
-
-class Record(nn.Module):
-    """Notes in ``events`` what it does to which micro-batch (its input's first value)."""
-
-    def __init__(self, events, name=""):
-        super().__init__()
-        self.events, self.name = events, name
-        self.weight = nn.Parameter(torch.ones(()))
-
-    def forward(self, x):
-        what = "recompute" if is_recomputing() else "forward"
-        assert not (is_recomputing() and is_checkpointing())
-        i = int(x.detach()[0, 0])
-        self.events.append((what + self.name, i, is_checkpointing()))
-        note = "backward" + self.name, i, None
-        return on_gradient(x * self.weight, lambda grad: self.events.append(note))
-
-
-def numbered(m=4):
-    return torch.arange(float(m)).repeat_interleave(2)[:, None].repeat(1, 3)
-
-
-def recording(mode="except_last"):
-    """A pipe of two stages that note what they do, and what says for which micro-batches."""
-    events = []
-    pipe = pipe_of(nn.Sequential(Record(events, " 0"), Record(events, " 1")), checkpoint=mode)
-    return pipe, lambda what, flags=(True, False, None): [
-        i for name, i, flag in events if name == what and flag in flags
-    ]
-
-
-@pytest.mark.parametrize("inlined", [False, True])
-@pytest.mark.parametrize("mode", MODES)
-def test_the_mode_says_which_micro_batches_are_recomputed_and_each_is_once(mode, inlined):
-    pipe, which = recording(mode)
-    with inline() if inlined else torch.enable_grad():
-        loss = weigh(pipe(numbered()))
-    for j in range(2):
-        assert which(f"forward {j}") == [0, 1, 2, 3]
-        assert which(f"forward {j}", [True]) == RECOMPUTED[mode]
-    loss.backward()
-    for j in range(2):
-        assert which(f"recompute {j}") == RECOMPUTED[mode][::-1]
-        assert which(f"backward {j}") == [3, 2, 1, 0]
-    assert not is_checkpointing()
-    assert not is_recomputing()
-
-
-def test_the_last_micro_batch_is_the_last_there_is():
-    pipe, which = recording()
-    pipe.chunks = 10
-    weigh(pipe(numbered(2)[::2])).backward()  # two samples: two micro-batches
-    assert which("forward 0") == [0, 1]
-    assert which("recompute 0") == [0]
-
-
-@pytest.mark.parametrize("why", ["eval", "no_grad", "inference_mode", "enable_grad in eval"])
-def test_nothing_is_dropped_without_training_or_without_grad(why):
-    pipe, which = recording("always")
-    pipe.train("eval" not in why)
-    context = {"no_grad": torch.no_grad, "inference_mode": torch.inference_mode}
-    with context.get(why, torch.enable_grad)():
-        y = pipe(numbered())
-    if y.requires_grad:
-        weigh(y).backward()
-    assert which("forward 1", [False]) == [0, 1, 2, 3]
-    assert which("recompute 0") == which("recompute 1") == []
-
-
-def test_without_a_backward_nothing_is_recomputed():
-    pipe, which = recording("always")
-    pipe(numbered())
-    assert which("recompute 0") == []
-    torch.autograd.grad(weigh(pipe(numbered())), pipe[1].weight)
-    assert which("recompute 1") == [3, 2, 1, 0]
-
 
 # Memory
 
@@ -115,14 +28,14 @@ def test_without_a_backward_nothing_is_recomputed():
 def test_activations_of_rematerialized_cells_are_dropped_until_backward(end, mode):
     pipe = pipe_of(nn.Sequential(Watched(), Watched()), checkpoint=mode)
     x = torch.randn(8, 3, requires_grad=True)
-    references = [Memory(x)]
+    references, kept = [Memory(x)], {"never": 4, "except_last": 1, "always": 0}[mode]
     y = pipe(x)
     for layer in pipe:
         assert len(layer.made) == 4
-        assert alive(layer.made) == 4 - len(RECOMPUTED[mode])
+        assert alive(layer.made) == kept
     for _ in range(2 if end == "backwards" else 0):  # a retained graph keeps nothing recomputed
         y.sum().backward(retain_graph=True)
-        assert sum(alive(layer.made) for layer in pipe) == 2 * (4 - len(RECOMPUTED[mode]))
+        assert sum(alive(layer.made) for layer in pipe) == 2 * kept
     if end == "backward":
         y.sum().backward()
         assert all(gone(layer.made) for layer in pipe)
@@ -249,19 +162,6 @@ def test_what_changed_since_the_forward_is_as_it_was(kind, mode):
     assert_same(modes[1][-len(modes[0]) + 1 :], modes[0][1:])  # what was set meanwhile stays
 
 
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("devices", [["cpu", "cpu"], ["cpu:0", "cpu:1"]])
-def test_functional_call_is_recomputed_from_its_own_parameters(devices, mode):
-    layers = nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 6))
-    pipe = Pipe(layers, [2, 1], devices=devices, chunks=4, checkpoint=mode)
-    given = {k: (v.detach() * 2 + 1).requires_grad_() for k, v in layers.named_parameters()}
-    before = dict(layers.named_parameters())
-    ours = torch.autograd.grad(weigh(functional_call(pipe, given, X)), list(given.values()))
-    y = torch.cat([functional_call(layers, given, c) for c in X.chunk(4)])
-    assert_same(ours, torch.autograd.grad(weigh(y), list(given.values())))
-    assert all(before[k] is v for k, v in layers.named_parameters())
-
-
 class Times(nn.Module):
     def __init__(self):
         super().__init__()
@@ -324,17 +224,25 @@ class MakesItself(nn.Module):
         return (x * self.weight).tanh()
 
 
+def squares(y):
+    return y.square().sum()
+
+
 @pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("driver", ["pipe(x)", "train_batch"])
 @pytest.mark.parametrize(
     "make", [MakesItself, lambda: nn.Sequential(nn.LazyLinear(4), nn.LazyBatchNorm1d())]
 )
-def test_layers_may_make_their_parameters_in_the_first_call(make, mode):
+def test_layers_may_make_their_parameters_in_the_first_call(make, driver, mode):
     pipe = pipe_of(nn.Sequential(make(), make()), checkpoint=mode)
-    weigh(pipe(X)).backward()
+    if driver == "pipe(x)":
+        squares(pipe(X)).backward()
+    else:
+        pipe.train_batch(X, loss_fn=squares, loss_reduction="sum", schedule="gpipe")
     ours = [p.grad.clone() for p in pipe.parameters()]
     assert all(count == 4 for name, count in pipe.named_buffers() if "tracked" in name)
     pipe.zero_grad()
-    weigh(in_turn(nn.Sequential(*pipe), 4)(X)).backward()
+    squares(in_turn(nn.Sequential(*pipe), 4)(X)).backward()
     assert_same(ours, [p.grad for p in pipe.parameters()])
 
 
@@ -419,24 +327,3 @@ def test_what_a_pipe_would_leave_out_of_the_container_is_refused(register):
     register(module, lambda *_: None)
     with pytest.raises(ValueError, match="which a pipe would not run"):
         Pipe(module, [1])
-
-
-class Slow(nn.Module):
-    """Counts in a buffer, and others may run in the middle of it."""
-
-    def __init__(self):
-        super().__init__()
-        self.register_buffer("calls", torch.zeros(()))
-
-    def forward(self, x):
-        calls = self.calls + 1
-        os.sched_yield()
-        self.calls.copy_(calls)
-        return x
-
-
-def test_threads_that_call_a_pipe_change_its_buffers_one_after_another():
-    layers = nn.Sequential(Slow(), Slow())
-    pipe = Pipe(layers, [2], devices=["cpu"], chunks=6, checkpoint="never")  # on their threads
-    in_threads(lambda _: [pipe(X) for _ in range(30)], *range(2))
-    assert [layer.calls.item() for layer in layers] == [360, 360]

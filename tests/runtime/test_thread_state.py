@@ -204,17 +204,6 @@ class CountCalls(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-def test_a_function_mode_sees_every_call_in_the_layers():
-    layers, x = model(), torch.randn(8, 6)
-    pipe = pipe_of(layers, [2, 3], checkpoint="never")
-    with CountCalls() as ours:
-        pipe(x)
-    with CountCalls() as theirs:
-        in_turn(layers, 4)(x)
-    for name in ("linear", "tanh", "gelu"):
-        assert ours.calls[name] == theirs.calls[name] > 0
-
-
 class CountOperators(TorchDispatchMode):
     def __init__(self):
         super().__init__()
@@ -226,13 +215,11 @@ class CountOperators(TorchDispatchMode):
 
 
 @pytest.mark.parametrize("mode", [CountCalls, CountOperators])
-def test_a_mode_sees_nothing_of_how_random_numbers_are_kept(mode):
-    pipe, x = (
-        pipe_of(nn.Sequential(nn.Linear(6, 6), nn.Dropout()), checkpoint="always"),
-        torch.randn(8, 6),
-    )
+def test_a_mode_sees_all_of_the_layers_and_nothing_of_how_random_numbers_are_kept(mode):
+    pipe = pipe_of(nn.Sequential(nn.GELU(), nn.Dropout()), checkpoint="always")
     with mode() as seen:
-        pipe.train_batch(x, loss_fn=weigh)
+        pipe.train_batch(torch.randn(8, 6, requires_grad=True), loss_fn=weigh)
+    assert seen.calls["gelu"] == 4 + 4  # recomputed
     assert not seen.calls.keys() & {"equal", "random_", "view.dtype", "long", "tolist"}
 
 
