@@ -104,22 +104,6 @@ def checkpointed(reentrant):
     return Using(forward, nn.Linear(5, 5), inner, nn.Linear(4, 3))
 
 
-class Wrapped(torch.autograd.Function):
-    """A layer with a graph of its own, which its backward asks for gradients."""
-
-    @staticmethod
-    def forward(ctx, layer, x, *parameters):
-        with torch.enable_grad():
-            ctx.x = x.detach().requires_grad_()
-            ctx.y = layer(ctx.x)
-        ctx.parameters = parameters
-        return ctx.y.detach()
-
-    @staticmethod
-    def backward(ctx, gy):
-        return None, *torch.autograd.grad(ctx.y, (ctx.x, *ctx.parameters), gy)
-
-
 class Stop(torch.autograd.Function):
     """Leaves one of its inputs without a gradient."""
 
@@ -191,8 +175,6 @@ CASES = {
              (4, 2, 8), 1),
     "checkpoint": (lambda: checkpointed(False), (3, 5), 2),
     "reentrant checkpoint": (lambda: checkpointed(True), (3, 5), 0),  # wants no chosen leaves
-    "nested": (lambda: Using(lambda x, a, b: Wrapped.apply(b, a(x), *b.parameters()),
-                                nn.Linear(5, 5), nn.Linear(5, 4)), (3, 5), 1),
     "stopped": (lambda: Using(lambda x, a: Stop.apply(a(x), x), nn.Linear(4, 4)), (3, 4), 0),
     "hooks of a layer": (lambda: nn.Sequential(Using(counted, nn.Linear(5, 4)), nn.Linear(4, 3)),
                          (3, 5), 1),

@@ -221,7 +221,7 @@ def test_workers_stop_at_their_next_action() -> None:
     signal.signal(signal.SIGALRM, signal.default_int_handler)
     pipe = pipe_of(nn.Sequential(Do(layer), nn.Linear(3, 3)), chunks=5000)
     with pytest.raises(KeyboardInterrupt):
-        pipe.train_batch(torch.randn(5000, 3), loss_fn=torch.mean)
+        pipe.train_batch(torch.randn(5000, 3), loss_fn=torch.mean, schedule="gpipe")
     assert ended.is_set()
     assert len(seen) < 5000
     left.set()

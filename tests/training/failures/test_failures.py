@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 import gc
-import os
 import random
 import re
 import sys
@@ -220,37 +219,6 @@ def test_an_exception_keeps_nothing_alive_once_it_is_dropped(j, phase):
 
 
 # -- threads
-
-
-def test_other_workers_stop_at_their_next_action():
-    reached = threading.Event()
-    seen, failing = [], []
-
-    def slow(x):
-        seen.append(int(x[0, 0]))
-        if len(seen) == 2:
-            reached.set()
-            while not failing or is_busy(failing[0]):
-                os.sched_yield()
-
-    def fail(x):
-        failing.append(threading.get_ident())
-        reached.wait()
-        raise ValueError("bad")
-
-    pipe = pipe_of(nn.Sequential(Do(slow), Do(fail)), chunks=50)
-    with pytest.raises(ValueError, match="bad"):
-        pipe(torch.arange(50.0)[:, None])
-    assert seen == [0, 1]
-
-
-def is_busy(thread):
-    """Whether a worker runs anything but the loop in which it waits for work."""
-    frame, ours = sys._current_frames()[thread], 0
-    while frame is not None:
-        ours += frame.f_globals["__name__"].startswith("syncpipe")
-        frame = frame.f_back
-    return ours > 1
 
 
 def test_of_several_failures_that_of_the_earliest_action_is_raised():

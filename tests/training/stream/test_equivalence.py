@@ -78,21 +78,6 @@ def test_as_in_the_papers(kind, replicas, steps, versions, checkpoint, optimizer
             torch.testing.assert_close(again, wanted, check_device=False)
 
 
-@pytest.mark.gpu
-def test_the_caller_may_read_late_what_optimizers_have_in_mind():
-    def momenta(devices):
-        pipe = Pipe(mlp(), BALANCES[4], devices=devices)
-        done = pipe.train_stream(mini_batches(5), optimizer=sgd, loss_fn=F.cross_entropy)
-        states = [state for each in done.optimizers for state in each.state.values()]
-        found = [state["momentum_buffer"] * 1 for state in states]
-        for state in states:
-            state.clear()
-        return [each.cpu() for each in found]
-
-    ours = momenta([Worker(acc.device(k)) for k in range(4)])
-    torch.testing.assert_close(ours, momenta(["cpu"] * 4))
-
-
 def test_whoever_is_late_nothing_changes():
     """Many runs with random delays in all layers, there and back."""
     for seed in range(25):

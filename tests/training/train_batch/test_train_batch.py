@@ -12,28 +12,16 @@ import pytest
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.autograd.graph import saved_tensors_hooks
 from torch.nn import functional as F
 from torch.utils.flop_counter import FlopCounterMode
 
 from syncpipe import NoChunk, Pipe, inline, is_recomputing
-from syncpipe.schedules import Schedule, to_csv
 from tests.support.models import CHECKPOINT_MODES
 from tests.support.running import Do, Using, assert_same, in_threads, on_gradient, pipe_of
-from tests.support.training import (
-    ANY_RUNS,
-    KINDS,
-    RUNS,
-    any_schedule,
-    assert_trains_as,
-    orders_of,
-    pipe_step,
-    weigh,
-)
+from tests.support.training import RUNS, assert_trains_as, weigh
 from tests.support.watched import Fails, numbered
 
 every_mode = pytest.mark.parametrize("checkpoint", CHECKPOINT_MODES)
-every_kind = pytest.mark.parametrize("run", KINDS)
 some_runs = pytest.mark.parametrize("run", ["gpipe", "1f1b", "zb_h1"])
 
 
@@ -45,36 +33,7 @@ def model() -> nn.Sequential:
 
 
 def model_pipe(run: str, **options: Any) -> Pipe:
-    return Pipe(model(), [2, 2, 1, 1], devices=ANY_RUNS[run][1], **{"chunks": 5, **options})
-
-
-@pytest.mark.parametrize("form", ["object", "path", "name of a file"])
-def test_a_schedule_can_be_an_object_or_a_file(form, tmp_path):
-    # A schedule of nobody's: each stage takes micro-batches back in an order of its own.
-    schedule = any_schedule(5, (0, 1, 2, 3), seed=3, halves=False, in_order=True)
-    orders = orders_of(schedule)
-    assert len(set(map(tuple, orders))) > 1
-    path = tmp_path / "mine.csv"
-    path.write_text(to_csv(schedule))
-    given = {"object": schedule, "path": path, "name of a file": str(path)}[form]
-    x, plain, pipe = torch.randn(14, 6, requires_grad=True), model(), model_pipe("1f1b")
-    assert_trains_as(pipe, plain, x, loss_fn=weigh, schedule=given)
-
-
-@pytest.mark.parametrize(
-    ("schedule", "slots", "message"),
-    [
-        ("1f2b", None, "did you mean '1f1b'"),
-        ("1f1b", [1, 2, 2, 2], "wait for ever"),
-        (lambda m, d: Schedule(m, d, ((),) * 4), None, "0F0 is missing"),
-        (any_schedule(5, (0, 1, 0, 1), seed=0, halves=True, in_order=True), None, "device_of"),
-    ],
-)
-def test_a_schedule_that_does_not_fit_is_refused(schedule, slots, message):
-    pipe = model_pipe("1f1b")
-    with pytest.raises(ValueError, match=message):
-        pipe.train_batch(torch.randn(10, 6), loss_fn=weigh, schedule=schedule, slots=slots)
-    assert all(p.grad is None for p in pipe.parameters())
+    return Pipe(model(), [2, 2, 1, 1], devices=RUNS[run][1], **{"chunks": 5, **options})
 
 
 @pytest.mark.parametrize(
@@ -141,13 +100,6 @@ def test_architectures(name, run, checkpoint):
         pipe.zero_grad()
 
 
-def test_lazy_layers_get_their_parameters_in_the_first_call():
-    pipe = pipe_of(nn.Sequential(nn.LazyLinear(4), nn.Tanh(), nn.LazyLinear(3)))
-    pipe.train_batch(torch.randn(8, 6), loss_fn=weigh)
-    assert pipe[0].weight.grad.shape == (4, 6)
-    assert pipe[2].weight.grad.shape == (3, 4)
-
-
 @pytest.mark.parametrize("context", [nullcontext, inline], ids=["workers", "inline"])
 @pytest.mark.parametrize("cache", [True, False])
 @every_mode
@@ -180,20 +132,6 @@ def test_autocast_holds_for_forward_and_loss_and_not_for_backward(run, checkpoin
         pipe.zero_grad()
         plain.zero_grad()
         plain.load_state_dict(pipe.state_dict())
-
-
-@every_mode
-@some_runs
-def test_saved_tensor_hooks_of_the_caller(run, checkpoint):
-    x, target, packed, steps = torch.randn(10, 6), torch.randn(10, 3), [], []
-    hooks = saved_tensors_hooks(lambda t: packed.append(t) or len(packed) - 1, packed.__getitem__)
-    for context in (nullcontext(), hooks):
-        pipe = model_pipe(run, checkpoint=checkpoint)
-        with context:
-            steps.append(pipe_step(pipe, x, target, loss_fn=F.mse_loss, schedule=run))
-    assert packed
-    rounded = ("parameter_grads",) if run == "zb_h1" else ()  # which does not split with hooks
-    assert_same(*steps, rounded=rounded)
 
 
 @some_runs
@@ -242,19 +180,6 @@ def test_an_optimizer_in_backward_makes_one_step(schedule, devices):
     assert not seen
     pipe(x).sum().backward()  # hooks are still there
     assert len(seen) == len(expected)
-
-
-@pytest.mark.parametrize("checkpoint", [*CHECKPOINT_MODES, [0, 1]])
-@every_kind
-def test_deferred_batch_norm_counts_the_mini_batch_once(run, checkpoint):
-    pipe = model_pipe(run, checkpoint=checkpoint, deferred_batch_norm=True)
-    x = torch.randn(10, 6)
-    with torch.no_grad():
-        whole = model()
-        whole(x)
-    pipe.train_batch(x, loss_fn=weigh, **RUNS[run][0])
-    assert pipe[1].num_batches_tracked == 1
-    torch.testing.assert_close(dict(pipe.named_buffers()), dict(whole.named_buffers()))
 
 
 @pytest.mark.parametrize("run", ["naive", "gpipe", "1f1b", "zb_h1"])
