@@ -117,12 +117,3 @@ def test_profile(k):
     assert min(found.layers[0].forward.values()) > SLEEP / 1e3
     assert found.layers[1].output_bytes[8] == 8 * WIDTH * 4
     assert torch.accelerator.current_device_index() == 0
-
-
-def test_the_host_does_not_wait_for_a_trace(four_devices):
-    pipe = Pipe(nn.Sequential(*(Sleeps() for _ in range(4))), [1] * 4, devices=four_devices)
-    x = torch.randn(8, WIDTH, device=four_devices[0])
-    pipe.train_batch(x, loss_fn=torch.sum)
-    with pipe.trace() as trace, acc.no_waits():
-        pipe.train_batch(x, loss_fn=torch.sum)
-    assert trace.spans

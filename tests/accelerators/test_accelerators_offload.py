@@ -118,7 +118,7 @@ def test_the_peak_of_a_step_is_far_lower(how):
         for _ in range(2):
             acc.allocated()
             torch.accelerator.reset_peak_memory_stats(1)
-            before = simulated.live_bytes(1)
+            before = simulated.live_bytes(acc.device(1))
             results(pipe, how, x)
             acc.synchronize()
         stats = torch.accelerator.memory_stats(1)

@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from syncpipe import Pipe, inline
+from syncpipe import Pipe, inline, is_recomputing
 from syncpipe.runtime.streams import AcceleratorStreams
 from syncpipe.runtime.worker import Worker
 from tests import simulated
@@ -254,18 +254,8 @@ def go_on_on_other_streams(user: User) -> None:
     user.joined(others)
 
 
-USES = [
-    forward,
-    from_the_output,
-    back_twice,
-    evaluate,
-    train,
-    accumulate,
-    fail,
-    iterate,
-    take_turns,
-]
-USES += [go_on_on_other_streams]
+USES = [forward, from_the_output, back_twice, evaluate, train, accumulate, fail, iterate]
+USES += [take_turns, go_on_on_other_streams]
 SCHEDULES = ["naive", "gpipe", "1f1b", "zb_h1", "interleaved_1f1b"]
 
 
@@ -403,11 +393,49 @@ def test_what_a_cell_adds_up_for_a_weight_may_be_used_by_its_worker():
         overwrite(*torch.autograd.grad(loss, [*pipe.parameters()]))
 
 
-def test_inline_backward_is_on_the_calling_thread_as_well():
-    seen = set()
-    note = Do(lambda x: on_gradient(x * 1, lambda _: seen.add(threading.get_ident())))
-    devices = [acc.device(0), acc.device(1)]
-    pipe = Pipe(nn.Sequential(nn.Linear(2, 2), note), [1, 1], devices=devices, chunks=2)
-    with inline():
-        pipe.train_batch(torch.ones(4, 2, device=devices[0]), loss_fn=torch.mean)
-    assert seen == {threading.get_ident()}
+@pytest.mark.parametrize("context", [nullcontext, inline], ids=["workers", "inline"])
+@pytest.mark.parametrize("checkpoint", ["always", "never", [0, 1, 2]])
+@pytest.mark.parametrize("there", [[0], [0, 1], ["cpu", 0]], ids=str)
+def test_what_goes_back_inside_of_a_call_does_so_on_that_very_thread(there, checkpoint, context):
+    """Autograd has one thread for a device, and that recomputes, too: it waits for locks.
+
+    Those who have them run the user's code, which may go back: then nobody would go on.
+    """
+    seen: dict[str, set[bool]] = {}
+
+    @torch.enable_grad()
+    def look(place: str) -> None:
+        threads = [threading.get_ident()]
+        x = torch.ones(2, device=acc.device(), requires_grad=True)
+        y = on_gradient(x * 1, lambda _: threads.append(threading.get_ident()))
+        torch.autograd.grad(y.sum(), x)
+        seen.setdefault(place, set()).add(threads[0] == threads[1])
+
+    def layer(x: Tensor) -> Tensor:
+        look("recomputation" if is_recomputing() else "forward")
+        return on_gradient((x + torch.rand_like(x)).exp(), lambda _: look("backward"))
+
+    def loss_fn(y: Tensor, *_: Any) -> Tensor:
+        look("loss")
+        return on_gradient(y, lambda _: look("backward of the loss")).mean()
+
+    def pairs() -> Iterator[Any]:
+        for _ in range(2):
+            look("iterator")
+            x = torch.ones(2, 2, device=devices[0], requires_grad=True)
+            yield on_gradient(x, lambda _: look("the caller's graph")), None
+
+    devices = [torch.device(k) if k == "cpu" else acc.device(k) for k in there]
+    layers = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2), *(Do(layer) for _ in devices))
+    balance = [2, 2] if len(devices) > 1 else [3]
+    options = {"devices": devices, "chunks": 2, "checkpoint": checkpoint}
+    pipe = Pipe(layers, balance, **options)
+    pipe[0].weight.register_hook(lambda grad: look("hook") or grad + torch.rand_like(grad))
+    with context():
+        pipe.train_batch(data_iter=pairs(), loss_fn=loss_fn, verify=False)
+        places = ["iterator", "forward", "loss", "backward of the loss", "backward", "hook"]
+        places += ["the caller's graph", *["recomputation"] * (checkpoint != "never")]
+        assert seen == {place: {True} for place in places}
+        loss_fn(pipe(torch.ones(4, 2, device=devices[0]))).backward()
+    for place in {*places} & {"forward", "recomputation", "backward"}:  # all else is outside
+        assert seen[place] == {True}, place

@@ -22,7 +22,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
-from typing import Any
 
 import torch
 
@@ -127,32 +126,25 @@ def devices(count: int = DEVICES) -> list[torch.device]:
     return [torch.device("sim", k) for k in range(count)]
 
 
-def _index(device: torch.device | str | int | None) -> int:
-    if device is None:
-        return torch.accelerator.current_device_index()
-    return device if isinstance(device, int) else torch.device(device).index
-
-
-def live_bytes(device: torch.device | str | int) -> int:
+def live_bytes(device: torch.device) -> int:
     """Bytes of a device that are in use, or wait for a stream that was recorded."""
-    stats: dict[str, Any] = torch.accelerator.memory_stats(_index(device))
-    return int(stats["active_bytes.all.current"])
+    return int(torch.accelerator.memory_stats(device)["active_bytes.all.current"])
 
 
 @contextmanager
-def capacity(device: torch.device | str | int, size: int) -> Iterator[None]:
+def capacity(device: torch.device, size: int) -> Iterator[None]:
     """Inside, a device has ``size`` bytes of memory (4 GiB otherwise)."""
     torch.accelerator.empty_cache()
-    torch.ops.sim.set_capacity(_index(device), size)
+    torch.ops.sim.set_capacity(device.index, size)
     try:
         yield
     finally:
-        torch.ops.sim.set_capacity(_index(device), 4 << 30)
+        torch.ops.sim.set_capacity(device.index, 4 << 30)
 
 
-def sleep(ms: float, device: torch.device | None = None) -> None:
-    """A kernel that takes ``ms`` milliseconds, on the current stream of (the current) device."""
-    torch.ops.sim.sleep(ms, _index(device))
+def sleep(ms: float) -> None:
+    """A kernel that takes ``ms`` milliseconds, on the current stream of the current device."""
+    torch.ops.sim.sleep(ms, torch.accelerator.current_device_index())
 
 
 def races() -> list[str]:

@@ -7,8 +7,6 @@ from torch import Tensor
 
 _Device = torch.device | str | int | None
 
-_initialized = True
-
 default_generators: tuple[torch.Generator, ...] = tuple(
     torch.ops.sim.generator(k) for k in range(4)
 )
@@ -43,10 +41,6 @@ def is_available() -> bool:
     return True
 
 
-def _lazy_init() -> None:
-    pass
-
-
 def _is_in_bad_fork() -> bool:
     return False
 
@@ -61,14 +55,6 @@ def current_device() -> int:
 
 def set_device(device: _Device) -> None:
     torch.accelerator.set_device_index(_index(device))
-
-
-def synchronize(device: _Device = None) -> None:
-    torch.accelerator.synchronize(_index(device))
-
-
-def manual_seed(seed: int) -> None:
-    default_generators[current_device()].manual_seed(seed)
 
 
 def manual_seed_all(seed: int) -> None:

@@ -32,7 +32,7 @@ def batch(rows: int, width: int) -> tuple[Tensor, Tensor]:
 @pytest.mark.parametrize("how", ["pipe(x)", "naive", "gpipe", "1f1b", "interleaved_1f1b", "zb_h1"])
 @pytest.mark.parametrize("workers", WORKERS)
 def test_the_host_never_waits_for_the_device(workers, how):
-    """Not even with weights that are tensors, and gradients to be scaled."""
+    """Not even in a trace, with weights that are tensors, and gradients to be scaled."""
     for checkpoint in MODES:
         pipe = Pipe(
             model(), BALANCE, devices=WORKERS[workers](), chunks=CHUNKS, checkpoint=checkpoint
@@ -41,9 +41,10 @@ def test_the_host_never_waits_for_the_device(workers, how):
         loss_fn = F.mse_loss if how == "pipe(x)" else weighted
         step(pipe, x, target, loss_fn, how)  # streams are made
         pipe.eval_batch(x, target, loss_fn=weighted)
-        with acc.no_waits():
+        with pipe.trace() as trace, acc.no_waits():
             step(pipe, x, target, loss_fn, how)
             pipe.eval_batch(x, target, loss_fn=weighted)
+        assert trace.spans
 
 
 def peak(how: str, checkpoint: str, chunks: int) -> int:

@@ -79,13 +79,9 @@ void use_of(const at::Tensor& tensor, c10::Stream stream, bool write, const char
 // The CPU's view of a tensor's memory; what is the host's own is left as it is.
 at::Tensor on_cpu(const at::Tensor& tensor) {
   if (!is_ours(tensor)) return tensor;
-  at::Tensor view = at::from_blob(
+  return at::from_blob(
       tensor.unsafeGetTensorImpl()->mutable_data(), tensor.sizes(), tensor.strides(),
       at::TensorOptions().dtype(tensor.dtype()).device(at::kCPU));
-  if (tensor.unsafeGetTensorImpl()->is_wrapped_number()) {
-    view.unsafeGetTensorImpl()->set_wrapped_number(true);
-  }
-  return view;
 }
 
 // Changes the size of a storage.
@@ -130,11 +126,9 @@ bool needs_data(const c10::OperatorHandle& op, const std::vector<IValue>& argume
 
 c10::Device device_of(const c10::OperatorHandle& op, const std::vector<IValue>& arguments) {
   std::optional<c10::Device> device;
-  const bool takes_host_tensors = op.operator_name().name == "aten::_pack_padded_sequence";
   for (const IValue& value : arguments) {
     for (const at::Tensor& tensor : tensors_of(value)) {
-      // Indices and lengths may be the host's.
-      const bool may = takes_host_tensors || value.isOptionalTensorList() || tensor.dim() == 0;
+      const bool may = value.isOptionalTensorList() || tensor.dim() == 0;  // indices, numbers
       if (tensor.device().is_cpu() && may) continue;
       TORCH_CHECK(
           is_ours(tensor) && (!device || *device == tensor.device()),
@@ -155,9 +149,6 @@ c10::Device device_of(const c10::OperatorHandle& op, const std::vector<IValue>& 
 at::Generator drawn_from(const IValue& given, c10::DeviceIndex device) {
   at::Generator generator =
       given.isGenerator() ? given.toGenerator() : at::globalContext().defaultGenerator({kSim, device});
-  TORCH_CHECK(
-      generator.device().type() == kSim, "Expected a 'sim' device type for generator but found '",
-      generator.device().type(), "'");
   std::lock_guard<std::mutex> lock(generator.mutex());
   return at::detail::createCPUGenerator(generator.get<at::CPUGeneratorImpl>()->random64());
 }
