@@ -29,23 +29,17 @@ __all__ = [
 
 
 class Place(NamedTuple):
-    """Where a parameter or buffer is: the stage, the module that holds it, and its names."""
+    """A parameter or buffer where it is: the stage, the module, its name in the wrapped module."""
 
     stage: int
     module: nn.Module
-    name: str  #: in the module
-    full_name: str  #: in the wrapped module
+    full_name: str
+    tensor: Tensor
 
     @property
     def is_parameter(self) -> bool:
-        """Whether it is one of the module's parameters, not of its buffers."""
-        return self.name in self.module._parameters
-
-    @property
-    def tensor(self) -> Tensor:
-        """What is there."""
-        found: Tensor = getattr(self.module, self.name)
-        return found
+        """Whether it is no buffer."""
+        return isinstance(self.tensor, nn.Parameter)
 
     def __str__(self) -> str:
         return f"{self.full_name!r} (stage {self.stage})"
@@ -69,12 +63,12 @@ class Tie:
         return " and ".join(dict.fromkeys(map(str, self.places)))
 
 
-def _places(partitions: Sequence[nn.Module]) -> Iterator[tuple[Place, Tensor]]:
+def _places(partitions: Sequence[nn.Module]) -> Iterator[Place]:
     """All parameters and buffers of partitions, in the order of layers."""
     for j, partition in enumerate(partitions):
         paths = {module: f"{path}." if path else "" for path, module in partition.named_modules()}
         for module, _, name, tensor in places_of(partition):
-            yield Place(j, module, name, paths[module] + name), tensor
+            yield Place(j, module, paths[module] + name, tensor)
 
 
 def find_ties(partitions: Sequence[nn.Module]) -> list[Tie]:
@@ -86,13 +80,13 @@ def find_ties(partitions: Sequence[nn.Module]) -> list[Tie]:
         for *_, tensor in places_of(partition)
         if homes.setdefault(id(tensor), j) != j
     }
-    found: dict[int, tuple[Tensor, list[Place]]] = {}
-    for place, tensor in _places(partitions) if shared else ():
-        if id(tensor) in shared:
-            found.setdefault(id(tensor), (tensor, []))[1].append(place)
+    found: dict[int, list[Place]] = {}
+    for place in _places(partitions) if shared else ():
+        if id(place.tensor) in shared:
+            found.setdefault(id(place.tensor), []).append(place)
     ties = [
-        Tie(tensor, tuple(places), tuple(dict.fromkeys(place.stage for place in places)))
-        for tensor, places in found.values()
+        Tie(places[0].tensor, tuple(places), tuple(dict.fromkeys(p.stage for p in places)))
+        for places in found.values()
     ]
     for tie in ties:
         _check(tie, partitions)
@@ -182,14 +176,15 @@ def check_modes(ties: Sequence[Tie]) -> None:
 
 def overlapping(partitions: Sequence[nn.Module]) -> Iterator[tuple[Place, Place]]:
     """Pairs of different parameters and buffers of partitions that have memory in common."""
-    found: dict[int, dict[int, tuple[Place, Tensor]]] = {}
-    for place, tensor in _places(partitions):
+    found: dict[int, dict[int, Place]] = {}
+    for place in _places(partitions):
+        tensor = place.tensor
         if not is_lazy(tensor) and tensor.layout is torch.strided and tensor.numel():
-            found.setdefault(storage_of(tensor), {}).setdefault(id(tensor), (place, tensor))
+            found.setdefault(storage_of(tensor), {}).setdefault(id(tensor), place)
     for group in found.values():
         near: list[tuple[Place, int]] = []  # and where they end
-        for a, tensor in sorted(group.values(), key=lambda pair: extent(pair[1])):
-            start, end = extent(tensor)
+        for a in sorted(group.values(), key=lambda place: extent(place.tensor)):
+            start, end = extent(a.tensor)
             near = [(b, b_end) for b, b_end in near if b_end > start]
             for b, _ in near:
                 yield (a, b) if a.stage < b.stage else (b, a)
