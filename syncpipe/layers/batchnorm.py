@@ -12,7 +12,7 @@ deferred ones where they are: only their class changes, to a subclass that diffe
 from __future__ import annotations
 
 from contextvars import ContextVar, Token
-from typing import NamedTuple
+from operator import itemgetter
 
 import torch
 from torch import Tensor, nn
@@ -28,15 +28,9 @@ __all__ = [
 ]  # fmt: skip
 
 
-class _Moments(NamedTuple):
-    """Per-channel statistics of one micro-batch, in at least single precision."""
-
-    i: int  # the micro-batch
-    values: int  # per channel
-    mean: Tensor
-    var: Tensor  # biased
-
-
+#: Of a micro-batch, per channel: its number, how many values, their mean and biased variance, in at
+#: least single precision.
+_Moments = tuple[int, int, Tensor, Tensor]
 # Running statistics are read, changed and written back: two commits must not interleave.
 _commit_lock = forkable()
 
@@ -64,7 +58,7 @@ class MiniBatchStatistics:
         # One reduction is all that a micro-batch pays; the rest is done once, in commit().
         values = input.to(torch.promote_types(input.dtype, torch.float32))
         var, mean = torch.var_mean(values, dim=[0, *range(2, input.dim())], correction=0)
-        moments = _Moments(i, input.numel() // input.size(1), mean, var)
+        moments = i, input.numel() // input.size(1), mean, var
         self._seen.setdefault(module, []).append(moments)
 
     @torch.no_grad()
@@ -87,21 +81,19 @@ def _pool(module: DeferredBatchNorm, parts: list[_Moments]) -> tuple[Tensor, Ten
 
     The mean of the variances plus the variance of the means: nothing cancels where these are large.
     """
-    parts = sorted(parts, key=lambda part: part.i)
-    total = sum(part.values for part in parts)
+    _, counts, means, variances = zip(*sorted(parts, key=itemgetter(0)), strict=True)
+    total = sum(counts)
     if total < 2:
         raise ValueError(
             "the running variance needs more than 1 value per channel in a mini-batch, but got "
             f"{total}; use a larger mini-batch or put the layer in eval mode"
         )
     running = module.running_mean
-    device = parts[0].mean.device if running is None else running.device
-    means = torch.stack([moved(p.mean, device) for p in parts])
-    variances = torch.stack([moved(p.var, device) for p in parts])
-    shares = torch.tensor([[p.values / total] for p in parts], dtype=means.dtype)
-    shares = moved(shares, means.device)
-    mean = (shares * means).sum(0)
-    biased = (shares * (variances + (means - mean).square())).sum(0)
+    device = means[0].device if running is None else running.device
+    shares = moved(torch.tensor([[n / total] for n in counts], dtype=means[0].dtype), device)
+    means_of, vars_of = (torch.stack([moved(t, device) for t in ts]) for ts in (means, variances))
+    mean = (shares * means_of).sum(0)
+    biased = (shares * (vars_of + (means_of - mean).square())).sum(0)
     return mean, biased * (total / (total - 1))
 
 
