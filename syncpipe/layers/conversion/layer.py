@@ -92,7 +92,6 @@ def _members(module: nn.Module) -> dict[str, Tensor]:
 
 
 def _segments(runs: Sequence[Tracer], model: nn.Module) -> list[list[_Segment]]:
-    """The segments in each mode."""
     nodes = [run.live for run in runs]
     starts = [[n for n in each if _begins(n, model)] for each in nodes]
     names = [[f"{n.meta['owner']} {n.op} {n.target!r}" for n in each] for each in starts]
@@ -115,7 +114,6 @@ def _segments(runs: Sequence[Tracer], model: nn.Module) -> list[list[_Segment]]:
 
 
 def _begins(node: fx.Node, model: nn.Module) -> bool:
-    """Whether a segment may begin here."""
     if node.op == "call_module":
         module = model.get_submodule(str(node.target))
         return not node.meta["writes"] or next(module.parameters(), None) is not None

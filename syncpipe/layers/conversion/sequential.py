@@ -538,7 +538,6 @@ def _must_be_leaf(module: nn.Module) -> str:
 
 
 def _check_layers(model: nn.Module, layers: Converted, call: _Arguments) -> None:
-    """Compares the layers with the model."""
     for training in (True, False):
         found = _compared(model, layers, call, training)
         if not found.same:

@@ -86,7 +86,6 @@ class Signature:
                 )
 
     def _bound(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
-        """The arguments by name."""
         try:
             bound = self.parameters.bind(*args, **kwargs)
         except TypeError as error:

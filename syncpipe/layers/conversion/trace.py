@@ -381,7 +381,6 @@ class Tracer(TorchFunctionMode):
     def _perform(
         self, op: str, target: Any, fn: Callable[..., Any], args: Any, kwargs: dict[str, Any]
     ) -> Any:
-        """Does one thing, and writes it down."""
         self._check_draws()
         given = self._lift(args), self._lift(kwargs)
         tensors = tensors_in((args, kwargs))
