@@ -127,23 +127,18 @@ def _costs(nodes: list[fx.Node]) -> list[float]:
     that would be a copy, which does not see what is written.
     """
     last_use = {used: p for p, node in enumerate(nodes) for used in node.all_input_nodes}
-    memory = [set(map(storage_of, _tensor(node))) for node in nodes]
+    tensors = {node: tensors_in(node.meta["value"]) for node in (*nodes, *last_use)}
+    memory = {node: set(map(storage_of, found)) for node, found in tensors.items()}
     costs = [0.0] * (len(nodes) + 1)
     for p, node in enumerate(nodes):
         for k in range(p + 1, last_use.get(node, 0) + 1):
-            costs[k] += max(1, sum(tensor.nbytes for tensor in tensors_in(node.meta["value"])))
+            costs[k] += max(1, sum(tensor.nbytes for tensor in tensors[node]))
         used = node.all_input_nodes if node.meta["writes"] else []
-        written = {storage_of(tensor) for each in used for tensor in _tensor(each)}
+        written = set[int]().union(*(memory[each] for each in used))
         for q, alias in enumerate(nodes[:p]):
-            if written & memory[q] and alias not in used and last_use.get(alias, 0) > p:
+            if written & memory[alias] and alias not in used and last_use.get(alias, 0) > p:
                 costs[q + 1 : p + 1] = [inf] * (p - q)
     return costs
-
-
-def _tensor(node: fx.Node) -> list[Tensor]:
-    """What a node gives, if that is a tensor."""
-    value = node.meta["value"]
-    return [value] if isinstance(value, Tensor) else []
 
 
 def _connected(nodes: list[fx.Node], cuts: list[int]) -> list[_Segment]:
