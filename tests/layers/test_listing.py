@@ -692,6 +692,7 @@ def closure(layer: Any) -> Any:
 HELD = nn.Linear(3, 3)
 HOLD: list[Any] = [closure(HELD), closure(HELD.weight), lambda x, layer=HELD: layer(x), Holds(HELD)]
 HOLD += [HELD.forward, partial(F.linear, weight=HELD.weight), partial(HELD)]
+HOLD += [partial(closure(HELD)), closure(HELD.forward), closure(partial(HELD))]
 NO_LAYERS: list[tuple[Any, str]] = [
     ([nn.ReLU(), nn.Linear], r"layer 1 is the class Linear.*Linear\(\.\.\.\).*LayerSpec\("),
     ([[nn.ReLU()]], r"layer 0 is a list: unpack it.*nn\.Sequential\(\*layers\)"),
