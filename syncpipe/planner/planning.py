@@ -25,6 +25,7 @@ from syncpipe.planner.draft import Draft, Terms
 from syncpipe.planner.machine import kind_of, machine_of, places_of, real_devices
 from syncpipe.planner.search import ANY, AUTO, NoPlan, check_schedule, choose
 from syncpipe.schedules.player import Simulation, simulate
+from syncpipe.state import sandboxed
 from syncpipe.timeline.timeline import Timeline
 
 __all__ = ["NoPlan", "Plan", "StagePlan", "layers_of", "plan", "speeds_of"]
@@ -135,16 +136,22 @@ def plan(
     )  # fmt: skip
     if speed is None and real is not None:
         machine = replace(machine, speed=speeds_of(module, sample, real, timeout))
-    terms = Terms(layers, machine, batch_size, scale)
-    order, chosen = choose(terms, schedule, chunks=chunks, stages=stages, replicas=replicas)
-    terms = terms.on(machine.ordered(order))
+    known = Terms(layers, machine, batch_size, scale)
+
+    def found() -> tuple[tuple[int, ...], Terms, Draft, tuple[Alternative, ...]]:
+        order, best = choose(known, schedule, chunks=chunks, stages=stages, replicas=replicas)
+        terms = known.on(machine.ordered(order))
+        return order, terms, best, alternatives_of(terms, best)
+
+    # Beside other work, several threads for small tensors wait for each other most of the time.
+    order, terms, chosen, others = sandboxed(found, (), threads=1)
     if real is not None:
         one_each = chosen.form.slots is not None
         used = range(len(order)) if one_each else chain.from_iterable(chosen.form.places)
         real = tuple([real[order[d]] for d in used])
     choice = {"chunks": chunks, "stages": stages, "schedule": schedule}
     fixed = frozenset(name for name, value in choice.items() if value not in (None, ANY))
-    return Plan(terms, chosen, alternatives_of(terms, chosen), real, fixed)
+    return Plan(terms, chosen, others, real, fixed)
 
 
 def layers_of(

@@ -22,6 +22,7 @@ import syncpipe
 from syncpipe import Pipe, Worker
 from syncpipe.balance import LayerProfile, Profile
 from syncpipe.planner import Alternative, Machine, NoPlan, Plan
+from syncpipe.planner.replicas import least_largest
 from syncpipe.planner.search import LAYOUTS
 from syncpipe.schedules import build, gpipe, one_f_one_b, simulate
 from syncpipe.timeline.timeline import Timeline
@@ -366,6 +367,24 @@ def test_names_of_any_kind_are_text(tmp_path: Path) -> None:
     plan = planned(profile_of([1] * 4, names="\ud800\n{}"), "2 x 1GB, 1GB/s", stages=2)
     str(plan).encode()
     assert r"0  device 0  \ud800\n0 to " in str(plan)
+
+
+def test_it_is_looked_for_on_one_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With more it may take minutes beside other work."""
+
+    def noted(*args: Any) -> Any:
+        seen.append(torch.get_num_threads())
+        return least_largest(*args)
+
+    seen: list[int] = []
+    monkeypatch.setattr("syncpipe.planner.search.least_largest", noted)
+    before = torch.get_num_threads()
+    torch.set_num_threads(3)
+    try:
+        planned()
+        assert (set(seen), torch.get_num_threads()) == ({1}, 3)
+    finally:
+        torch.set_num_threads(before)
 
 
 def test_text_dictionary_and_page_search_nothing(
