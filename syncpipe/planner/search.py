@@ -59,7 +59,7 @@ _IMPROVED, _WORK, _EACH, _PROMISING = 32, 600_000, 100_000, 1.3
 _PARTS = (1, 1.25, 1.5, 2, 3, 4)
 #: What one move makes at most so many times as slow is worth another; and plans for so much less
 #: memory are tried as well.
-_HARDLY, _LESS = 1.05, (0.94, 0.88, 0.8, 0.7, 0.6, 0.5)
+_HARDLY, _LESS = 1.05, (0.94, 0.88, 0.8, 0.7)
 _MOST_DEVICES = 64
 #: Cuts are looked for at so many boundaries, and then at those near the ones that were found.
 _BOUNDARIES = 256
@@ -182,7 +182,7 @@ class Program:
             return found
 
         for mode in self.terms.modes if limit < math.inf else self.terms.modes[:1]:
-            q = torch.full_like(f, asked[0] if asked else self.count)
+            q = torch.tensor(float(asked[0])) if asked else torch.full_like(f, self.count)
             more = over(q, mode)
             least = more if asked else over(torch.ones_like(f), mode)
             for _ in range(0 if asked else 3):  # memory grows in two or three straight lines
@@ -265,9 +265,8 @@ def search(
             if work > 0:
                 found += _around(terms, first)
                 work -= len(found) * first.chunks * first.form.n * 2
-            for one in best.values() if before == math.inf else ():
-                if one.time < fastest * _PROMISING:
-                    found += _tighter(terms, one.chunks, one.form.n, boundaries, fastest)
+            for one in sorted(best.values(), key=_rank)[:2] if before == math.inf else ():
+                found += _tighter(terms, one.chunks, one.form.n, boundaries, fastest)
         before = first.time
     return sorted(best.values(), key=_rank)
 

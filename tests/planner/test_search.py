@@ -125,6 +125,20 @@ def test_tight_memory_has_slots_between_those_that_hide_transfers_the_textbooks_
     assert 1 < found.form.in_flight[0] < 2 * devices - 1
 
 
+@pytest.mark.parametrize(
+    ("layers", "seed", "sizes"),
+    [(35, 21, (292e6, 310e6, 329e6)), (35, 21, (348e6, 369e6)), (20, 12, (555e6, 588e6))],
+)
+def test_more_memory_is_no_slower_where_skips_leave_few_slots(
+    layers: int, seed: int, sizes: tuple[float, ...]
+) -> None:
+    profile = random_profile(layers, f"memory {seed}", skips=5)
+    found = [best(profile, Machine.even(6, size, 12e9), 128, chunks=16) for size in sizes]
+    times = [one.time for one in found if one is not None]
+    assert len(times) == len(sizes)
+    assert all(more <= 1.005 * less for less, more in pairwise(times))
+
+
 def test_skips_that_wait_leave_room_for_a_plan_with_fewer_in_flight() -> None:
     profile = random_profile(24, "x0", skips=20)
     free = best(profile, Machine.even(8, math.inf, 12e9), 512, chunks=16)
