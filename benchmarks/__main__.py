@@ -32,8 +32,8 @@ from benchmarks import (
     schedules,
 )
 from benchmarks.common import Group, Options, Part, report
-from syncpipe.commands.arguments import whole_number
 from syncpipe.commands.demo import threads
+from syncpipe.commands.plan import whole_number
 from syncpipe.schedules import Costs, gpipe, one_f_one_b, simulate
 from syncpipe.timeline import Timeline, compare
 

@@ -295,16 +295,10 @@ def interpolate(numbers: BySize, samples: float) -> float:
     return max(least, numbers[nearest] + max(0.0, slope) * (samples - nearest))
 
 
-def _by_size(kind: type) -> list[str]:
-    """The fields of a dataclass that are numbers by samples."""
-    return [about.name for about in fields(kind) if about.type == "BySize"]
-
-
 def _read(kind: type[_T], data: dict[str, Any]) -> _T:
     """A dataclass from a mapping, in which JSON has sizes as strings."""
-    sizes = {
-        key: {int(n): x for n, x in data[key].items()} for key in _by_size(kind) if key in data
-    }
+    known = [about.name for about in fields(kind) if about.type == "BySize"]  # type: ignore[arg-type]
+    sizes = {key: {int(n): x for n, x in data[key].items()} for key in known if key in data}
     return kind(**{**data, **sizes})
 
 

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import syncpipe
-from syncpipe.commands.arguments import whole_number
+from syncpipe.commands.plan import whole_number
 from syncpipe.runtime.streams import accelerators
 from syncpipe.schedules import build
 from syncpipe.timeline import compare

@@ -10,15 +10,15 @@ import argparse
 import json
 import pkgutil
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
 from syncpipe.balance import DEVICES, Profile
-from syncpipe.commands.arguments import file_to_write, whole_number
 from syncpipe.layers.conversion.sequential import sequential
 from syncpipe.planner import NoPlan, plan
 from syncpipe.planner.machine import machine_of
@@ -28,6 +28,32 @@ from syncpipe.planner.search import ANY, TITLES
 #: Arguments that go to the plan as they are.
 _PASSED = ("batch_size", "memory", "bandwidth", "host_bandwidth", "chunks", "stages", "schedule",
            "param_scale", "replicas")  # fmt: skip
+
+
+def whole_number(least: int, most: float = float("inf")) -> Callable[[str], int]:
+    """A type of arguments: whole numbers within bounds, both included."""
+
+    def read(text: str) -> int:
+        if not text.isdecimal() or not least <= int(text) <= most:
+            bounds = f"from {least}" + f" to {most}" * (most != float("inf"))
+            raise argparse.ArgumentTypeError(f"{text!r} is not a whole number {bounds}")
+        return int(text)
+
+    return read
+
+
+def file_to_write(*suffixes: str) -> Callable[[str], Path]:
+    """A type of arguments: a file in a folder that exists, with one of some suffixes."""
+
+    def read(text: str) -> Path:
+        path = Path(text)
+        if path.suffix.lower() not in suffixes and suffixes:
+            raise argparse.ArgumentTypeError(f"{text!r} must end in {' or '.join(suffixes)}")
+        if not path.parent.is_dir() or path.is_dir():
+            raise argparse.ArgumentTypeError(f"{text!r} is no file in a folder that is there")
+        return path
+
+    return read
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -20,8 +20,8 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
-from syncpipe.balance.profile import Profile, interpolate
-from syncpipe.planner.chain import doubles
+from syncpipe.balance.profile import Profile
+from syncpipe.planner.chain import Chain, doubles
 
 __all__ = ["least_largest", "replicated"]
 
@@ -54,13 +54,12 @@ def replicated(
         For each stage its first layer, the layer after its last, and on how many machines it is.
     """
     profile = profile.of(samples)
-    layers, number = profile.layers, len(profile.layers)
-    took = [interpolate(x.forward, samples) + interpolate(x.backward, samples) for x in layers]
-    trained = [float(x.parameter_bytes - x.frozen_bytes) for x in layers]
-    work, weights = (doubles(accumulate(each, initial=0.0)) for each in (took, trained))
-    crossing = doubles([0.0, *(interpolate(x.output_bytes, samples) for x in layers[:-1])])
-    for skip in profile.skips:
-        crossing[skip.stash + 1 : skip.pop + 1] += interpolate(skip.bytes, samples)
+    chain, number = Chain.of(profile, samples, 1.0), len(profile.layers)
+    trained = (float(x.parameter_bytes - x.frozen_bytes) for x in profile.layers)
+    work, weights = doubles(chain.sums["time"]), doubles(accumulate(trained, initial=0.0))
+    crossing = doubles([0.0, *chain.inputs[1:number]])
+    for stash, pop, size in chain.skips:
+        crossing[stash + 1 : pop + 1] += size
 
     def cost(m: int) -> Tensor:
         """Computing, exchange or transfer of stages on ``m`` machines, whichever takes longest."""
