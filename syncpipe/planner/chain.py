@@ -38,7 +38,6 @@ from syncpipe.schedules.player import Costs
 
 __all__ = [
     "Chain", "Held", "Mode", "Run", "chunk_counts", "costs_of", "doubles", "ends_of", "sizes_of",
-    "stage_counts",
 ]  # fmt: skip
 
 #: What a stage does with its activations until their backward.
@@ -345,20 +344,3 @@ def chunk_counts(batch_size: int, chunks: int | Iterable[int] | None = None) -> 
         if all(not 1 / _GAP < m / other < _GAP for other in every):
             every.append(m)
     return tuple(sorted(every))
-
-
-def stage_counts(layers: int, devices: int, stages: int | None = None) -> range:
-    """The numbers of stages to try: what the user wants, or all that are possible.
-
-    Raises:
-        ValueError: what the user wants is not possible.
-    """
-    most = min(layers, devices)
-    if stages is None:
-        return range(1, most + 1)
-    if not 1 <= stages <= most:
-        raise ValueError(
-            f"stages={stages} is not possible with {devices} devices and {layers} layers: give it "
-            f"1 to {most}"
-        )
-    return range(stages, stages + 1)

@@ -198,10 +198,8 @@ class Terms:
 
     def interpreter(self, m: int, balance: Sequence[int], recomputed: Sequence[int]) -> float:
         """Seconds that a step takes at least, as only one thread at a time can run Python."""
-        sums, pairs = (
-            self.chain(m).sums["interpreter"],
-            zip(ends_of(balance), recomputed, strict=True),
-        )
+        sums = self.chain(m).sums["interpreter"]
+        pairs = zip(ends_of(balance), recomputed, strict=True)
         return has_lock() * math.fsum((sums[j] - sums[i]) * (m + count) for (i, j), count in pairs)
 
     def draft(

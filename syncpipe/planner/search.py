@@ -21,7 +21,6 @@ schedules, and gives cuts to begin with, beside those that are even.
 
 from __future__ import annotations
 
-import heapq
 import math
 from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Sequence
@@ -37,7 +36,7 @@ from torch import Tensor
 
 from syncpipe.balance import balance_cost
 from syncpipe.options import consecutive
-from syncpipe.planner.chain import Mode, chunk_counts, doubles, ends_of, sizes_of, stage_counts
+from syncpipe.planner.chain import Mode, chunk_counts, doubles, ends_of, sizes_of
 from syncpipe.planner.draft import Draft, Form, Terms, one_f_one_b_form
 from syncpipe.planner.machine import Machine
 from syncpipe.planner.replicas import least_largest, replicated
@@ -228,22 +227,18 @@ def search(
         ValueError: such numbers of micro-batches or stages are not possible.
     """
     layers = len(terms.profile.layers)
-    counts = stage_counts(layers, len(terms.machine), stages)
+    counts = _stage_counts(terms, stages)
     numbers = chunk_counts(terms.batch_size, chunks)
     programs = {m: Program(terms, m, boundaries) for m in numbers}
-    tasks: list[tuple[float, int, int, bool]] = []
+    tasks = list[tuple[float, int, int]]()
     for m, program in programs.items():
         python = terms.interpreter(m, (layers,), [0])
-        tasks += [(_rounded(max(program.lowest(n), python)), m, n, False) for n in counts]
-    heapq.heapify(tasks)
+        tasks += [(_rounded(max(program.lowest(n), python)), m, n) for n in counts]
     found, fastest = list[Draft](), math.inf
-    while tasks and tasks[0][0] < fastest * (1 - NOTICED):
-        low, m, n, bounded = heapq.heappop(tasks)
-        if bounded:
-            found += _drafts(programs[m], n, low)
+    for low, m, n in sorted(tasks):
+        if low < fastest * (1 - NOTICED) and (value := programs[m].cut(n)[0]) < fastest:
+            found += _drafts(programs[m], n, max(low, _rounded(value)))
             fastest = min([fastest, *(draft.time for draft in found)])
-        elif (value := programs[m].cut(n)[0]) < math.inf:
-            heapq.heappush(tasks, (max(low, _rounded(value)), m, n, True))
     coarse = not found and boundaries < layers
     if coarse and any(_least_share(terms, max(numbers), n)[0] <= 1 for n in counts):
         choice: dict[str, Any] = {"chunks": chunks, "stages": stages, "improve": improve}
@@ -292,6 +287,18 @@ def _tighter(terms: Terms, m: int, n: int, boundaries: int, fastest: float) -> I
             return
         drafts = (terms.draft(x.form, x.balance) for x in _drafts(program, n, 0.0, fastest))
         yield from filter(None, drafts)
+
+
+def _stage_counts(terms: Terms, stages: int | None) -> list[int]:
+    """The numbers of stages to try; a ValueError if what the user wants is not possible."""
+    layers, devices = len(terms.profile.layers), len(terms.machine)
+    every = [*range(1, min(layers, devices) + 1)]
+    if stages is None or stages in every:
+        return every if stages is None else [stages]
+    raise ValueError(
+        f"stages={stages} is not possible with {devices} devices and {layers} layers: give it 1 to "
+        f"{every[-1]}"
+    )
 
 
 def _rounded(bound: float) -> float:
@@ -648,7 +655,7 @@ def shortage(terms: Terms, *, chunks: Chunks = None, stages: int | None = None) 
         ValueError: an argument does not fit.
     """
     machine, layers, batch = terms.machine, terms.profile.layers, terms.batch_size
-    counts = stage_counts(len(layers), len(machine), stages)
+    counts = _stage_counts(terms, stages)
     wanted = () if chunks is None else chunk_counts(batch, chunks)
 
     def nearest(batch_size: int) -> tuple[float, int, Balance]:
