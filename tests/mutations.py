@@ -110,7 +110,6 @@ DETECTORS: dict[str, Detector] = {
                 "accelerators/test_accelerators_offload.py",
                 "accelerators/test_accelerators_memory.py",
                 "accelerators/test_accelerators_copies.py",
-                "accelerators/gpu/test_gpu.py",
                 "training/stream/test_equivalence.py",
             ),
             "-k=not left_out",

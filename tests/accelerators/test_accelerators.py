@@ -26,7 +26,9 @@ from tests.accelerators.four import (
     pipe_of,
     step,
     trained,
+    weighted,
 )
+from tests.fuzz.layers import OwnStream
 from tests.support import accelerator as acc
 from tests.support.running import Residual
 from tests.support.skips import Receive, Send
@@ -137,6 +139,40 @@ def test_an_optimizer_and_a_scaler(layout, how):
             assert scaler.get_scale() == (8 if k >= 2 else 16)
         found.append([p.detach().cpu() for p in pipe.parameters()])
     torch.testing.assert_close(*found, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zb_h1", "zb_h2"])
+def test_weight_gradients_of_a_layer_with_a_stream_of_its_own(schedule):
+    plain = nn.Sequential(
+        nn.Linear(WIDTH, WIDTH),
+        OwnStream(nn.Linear(WIDTH, WIDTH)),
+        Residual(WIDTH),
+        nn.Linear(WIDTH, WIDTH),
+    ).double()
+    x = torch.randn(6, WIDTH, dtype=torch.float64)
+    (plain(x) ** 2).mean().backward()
+    wanted = [p.grad for p in plain.parameters()]
+    devices = [acc.device(0), acc.device(1)]
+    pipe = Pipe(copy.deepcopy(plain), [3, 1], devices=devices, chunks=3, checkpoint="never")
+    pipe.zero_grad()
+    pipe.train_batch(x.to(devices[0]), loss_fn=lambda y: (y**2).mean(), schedule=schedule)
+    assert_close([p.grad for p in pipe.parameters()], wanted)
+
+
+@pytest.mark.parametrize("how", ["pipe(x)", "naive", "gpipe", "1f1b", "interleaved_1f1b", "zb_h1"])
+@pytest.mark.parametrize("layout", ["one", "two workers on one"])
+def test_the_host_never_waits_for_the_device(layout, how):
+    """Not even in a trace, with weights that are tensors, and gradients to be scaled."""
+    for checkpoint in MODES:
+        pipe = pipe_of(model(), layout, checkpoint=checkpoint)
+        x, target = (t.to(acc.device(1)) for t in data())
+        loss_fn = F.mse_loss if how == "pipe(x)" else weighted
+        step(pipe, x, target, loss_fn, how)  # streams are made
+        pipe.eval_batch(x, target, loss_fn=weighted)
+        with pipe.trace() as trace, acc.no_waits():
+            step(pipe, x, target, loss_fn, how)
+            pipe.eval_batch(x, target, loss_fn=weighted)
+        assert trace.spans
 
 
 # --- a module like any other ---------------------------------------------------------------------

@@ -94,12 +94,3 @@ def test_all_else(layout, checkpoint):
         pipe.zero_grad()
 
     assert_nothing_stays(step)
-
-
-def test_a_pipe_that_is_gone():
-    def step() -> None:
-        pipe = Pipe(model(), [2, 2, 2, 1], devices=LAYOUTS["four"](), chunks=2)
-        x = torch.randn(4, WIDTH, dtype=torch.float64, device=pipe.devices[0])
-        pipe.train_batch(x, loss_fn=torch.sum)
-
-    assert_nothing_stays(step, 15)

@@ -124,25 +124,6 @@ def forward(user: User) -> None:
         user.optimize()
 
 
-def from_the_output(user: User) -> None:
-    """Backward starts at the output of the pipe, and the gradient is used afterwards."""
-    x = user.made(0, grad=True)
-    output = user.pipe(x)
-    output.backward(torch.ones_like(output))
-    overwrite(x.grad)
-    user.optimize()
-
-
-def back_twice(user: User) -> None:
-    """Gradients are read between two backwards, without a call in between."""
-    losses = [user.pipe(user.made(0)).square().sum() for _ in range(2)]
-    while losses:
-        losses.pop().backward()
-        for leaf in user.pipe.parameters():
-            leaf.grad.sum()
-    user.optimize()
-
-
 @torch.no_grad()
 def evaluate(user: User) -> None:
     """Nothing goes back, so nothing but the call's end says that all was read."""
@@ -244,18 +225,7 @@ def take_turns(user: User) -> None:
             user.joined(streams)
 
 
-def go_on_on_other_streams(user: User) -> None:
-    """A graph of ``pipe(x)`` keeps alive the nodes that add to ``.grad``, on its streams."""
-    output, others = user.pipe(user.made(0)), user.others()
-    with user.on(others):
-        user.batch(user.made(0), user.made(-1))
-        del output
-        user.optimize()
-    user.joined(others)
-
-
-USES = [forward, from_the_output, back_twice, evaluate, train, accumulate, fail, iterate]
-USES += [take_turns, go_on_on_other_streams]
+USES = [forward, evaluate, train, accumulate, fail, iterate, take_turns]
 SCHEDULES = ["naive", "gpipe", "1f1b", "zb_h1", "interleaved_1f1b"]
 
 

@@ -100,6 +100,13 @@ class OwnCall(nn.Sequential):
         return super().__call__(input) + 1
 
 
+def seen_by_nobody(register: Any) -> nn.Sequential:
+    """Layers in a container with something that a pipe would leave out."""
+    module = linear_model(4)
+    register(module, lambda *_: None)
+    return module
+
+
 MODES = ".*".join(f"{mode!r}" for mode in CHECKPOINT_MODES)
 
 
@@ -169,6 +176,13 @@ MODES = ".*".join(f"{mode!r}" for mode in CHECKPOINT_MODES)
         ({"schedule": "gpipe", "slots": "textbook"}, ValueError, "only schedule='1f1b' has slots"),
         *[({"module": no}, TypeError, rf"nn\.Sequential.*not {type(no).__name__}")
           for no in (nn.Linear(2, 2), nn.ModuleDict({"a": nn.ReLU()}), None)],
+        *[({"module": seen_by_nobody(register)}, ValueError, "which a pipe would not run")
+          for register in (
+            nn.Module.register_full_backward_pre_hook, nn.Module.register_state_dict_post_hook,
+            nn.Module.register_load_state_dict_pre_hook,
+            nn.Module.register_load_state_dict_post_hook,
+            lambda module, _: setattr(module, "_compiled_call_impl", module.forward),
+        )],
         ({"module": OwnForward(nn.Linear(2, 2))}, TypeError, r"OwnForward.*forward of its own"),
         ({"module": OwnCall(nn.Linear(2, 2))}, TypeError, r"OwnCall.*__call__ of its own"),
     ],

@@ -310,20 +310,3 @@ def test_an_input_that_is_given_twice_is_one_tensor(chunks, mode):
     pipe = pipe_of(nn.Sequential(add, nn.Linear(6, 6)), chunks=chunks, checkpoint=mode)
     x = X.clone()
     assert torch.equal(pipe((x, x)), pipe[1](X.relu() * 2))
-
-
-REGISTER = (
-    nn.Module.register_full_backward_pre_hook,
-    nn.Module.register_state_dict_post_hook,
-    nn.Module.register_load_state_dict_pre_hook,
-    nn.Module.register_load_state_dict_post_hook,
-    lambda module, _: setattr(module, "_compiled_call_impl", module.forward),
-)
-
-
-@pytest.mark.parametrize("register", REGISTER)
-def test_what_a_pipe_would_leave_out_of_the_container_is_refused(register):
-    module = nn.Sequential(nn.Linear(6, 6))
-    register(module, lambda *_: None)
-    with pytest.raises(ValueError, match="which a pipe would not run"):
-        Pipe(module, [1])

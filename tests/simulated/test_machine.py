@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from contextlib import contextmanager
-
 import pytest
 import torch
 import torch.nn.functional as F
 
+from syncpipe.runtime.streams import AcceleratorStreams
 from tests import simulated
 
 pytestmark = pytest.mark.gpu
@@ -73,17 +72,8 @@ def test_mistakes_are_named(mistake):
 # --- order ---------------------------------------------------------------------------------------
 
 
-@contextmanager
 def on(stream):
-    device = torch.accelerator.current_device_index()
-    torch.accelerator.set_device_index(stream.device.index)
-    before = torch.accelerator.current_stream()
-    torch.accelerator.set_stream(stream)
-    try:
-        yield
-    finally:
-        torch.accelerator.set_stream(before)
-        torch.accelerator.set_device_index(device)
+    return AcceleratorStreams(stream.device).use(stream)
 
 
 def streams(device=A):

@@ -453,7 +453,8 @@ class Generator(nn.Module):
 
 
 AGAIN = "layer 1 (Send) stashes 'skip' again, after layer 0 (Send)"
-UNSTASHED = "but no earlier layer stashes it"
+LOST = "stashes 'skip', but no later layer pops it"
+UNSTASHED = "pops 'skip', but no earlier layer stashes it"
 FAULTS: list[tuple[list[nn.Module], list[str]]] = [
     ([Send(), Send(), Receive()], [AGAIN]),
     ([*[Send()] * 2, Receive()], [AGAIN]),  # one layer used twice
@@ -465,21 +466,12 @@ FAULTS: list[tuple[list[nn.Module], list[str]]] = [
         ],
     ),
     ([make(["a"], ["a"])], ["layer 0 (Layer) declares 'a' both as stash and as pop"]),
-    (
-        [Receive(), Send()],
-        [
-            f"layer 0 (Receive) pops 'skip', {UNSTASHED}",
-            "layer 1 (Send) stashes 'skip', but no later layer pops it",
-        ],
-    ),
+    ([Receive(), Send()], [f"layer 0 (Receive) {UNSTASHED}", f"layer 1 (Send) {LOST}"]),
     (
         [Twice(), Send().isolate(NS)],
         [f"layer 1 (Send) stashes 'skip' in {NS!r}, but no later layer pops it"],
     ),
-    (
-        [Around(deep=Around(send=Send()))],
-        ["layer 0 (Around) stashes 'skip', but no later layer pops it"],
-    ),
+    ([Around(deep=Around(send=Send()))], [f"layer 0 (Around) {LOST}"]),
     (
         [Around(deep=Around(odd=make(["a"], ["a"])))],
         [
@@ -498,7 +490,7 @@ FAULTS: list[tuple[list[nn.Module], list[str]]] = [
         [Undecorated(), Generator()],
         [
             "layer 0 (Undecorated) has a generator as forward, but no @skippable of its own",
-            "layer 0 (Undecorated) stashes 'skip', but no later layer pops it",
+            f"layer 0 (Undecorated) {LOST}",
             "layer 1 (Generator) has a generator as forward, but no @skippable of its own",
         ],
     ),

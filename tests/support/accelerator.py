@@ -10,13 +10,10 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TypeVar
 
 import torch
 
 from tests import simulated
-
-_T = TypeVar("_T")
 
 
 def kind() -> str:
@@ -33,11 +30,6 @@ def device(k: int = 0) -> torch.device:
 def count() -> int:
     """How many there are, or may be used by ``SYNCPIPE_DEVICES``."""
     return min(torch.accelerator.device_count(), int(os.environ.get("SYNCPIPE_DEVICES", "64")))
-
-
-def sized(real: _T, on_simulated: _T) -> _T:
-    """A size for real devices, and a smaller one for simulated ones."""
-    return on_simulated if simulated.loaded() else real
 
 
 def synchronize() -> None:
@@ -82,13 +74,3 @@ def blocks() -> int:
     synchronize()
     torch.accelerator.empty_cache()
     return sum(torch.accelerator.memory_stats(k)["active.all.current"] for k in range(count()))
-
-
-@contextmanager
-def peak_above(device: torch.device, found: list[int]) -> Iterator[None]:
-    """Adds to ``found`` by how many bytes the memory in use rises at most inside."""
-    before = allocated(device)
-    torch.accelerator.reset_peak_memory_stats(device)
-    yield
-    synchronize()
-    found.append(torch.accelerator.max_memory_allocated(device) - before)

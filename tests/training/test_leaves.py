@@ -62,14 +62,6 @@ def test_a_leaf_that_two_stages_of_one_worker_use_trains():
     torch.testing.assert_close(grad, owner.weight.grad)
 
 
-def test_a_parameter_of_the_loss_is_refused_where_several_workers_compute_it():
-    layers, scale = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), nn.Parameter(torch.ones(4))
-    pipe = Pipe(layers, [1, 1], devices=RUNS["1f1b"][1], replicas=[1, 3], chunks=6)
-    with pytest.raises(RuntimeError, match="or loss_fn, on cpu"):
-        pipe.train_batch(torch.randn(12, 4), loss_fn=lambda y: (y * scale).mean())
-    assert scale.grad is None
-
-
 def test_workers_walk_graphs_that_end_in_one_node_at_the_same_time():
     """On free-threaded CPython two threads must not make the Python object of a node."""
 
