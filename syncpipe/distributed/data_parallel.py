@@ -305,7 +305,10 @@ class _Call:
     def _exchange(self, sizes: Any = (), there: Sequence[bool] = ()) -> list[Sequence[bool]]:
         """Tells all which call this is, and what it weighs; returns ``there`` of all."""
         objective, weight = self._objective, _weights(self._objective)[1]
-        found = _numbers(objective) if self.what["global_loss"] else {}
+        found: dict[Any, Any] = {}
+        if self.what["global_loss"]:  # the loss, and the metrics that are numbers
+            metrics = objective.metrics() or {}
+            found = {None: objective.loss(), **{k: v for k, v in metrics.items() if _is_number(v)}}
         what = {**self.what, "loss_reduction='sum'": objective.adds_up, "metrics": [*found][1:]}
         for j, stage in enumerate(sizes):
             whose = f"stage {j}" if j + 1 < len(sizes) else "what is no parameter of the pipe"
@@ -343,14 +346,8 @@ def _weights(objective: Objective) -> tuple[float, float]:
     return float(assumed), float(assumed if total is None else total)
 
 
-def _numbers(objective: Objective) -> dict[Any, Any]:
-    """The loss, under None, and the metrics that are numbers."""
-    numbers = {
-        name: value
-        for name, value in (objective.metrics() or {}).items()
-        if isinstance(value, Real) or (isinstance(value, Tensor) and not value.dim())
-    }
-    return {None: objective.loss(), **numbers}
+def _is_number(value: Any) -> bool:
+    return isinstance(value, Real) or (isinstance(value, Tensor) and not value.dim())
 
 
 def _flat(leaves: Sequence[Tensor], grads: Sequence[Tensor | None]) -> Tensor:

@@ -64,7 +64,8 @@ class Peers:
         self._prefix = f"{name}/{_NUMBERS[name]}"
         self._keys = [f"{self._prefix}/{rank}" for rank in range(self.size)]
         self._store = dist.distributed_c10d._get_default_store()
-        self._row = _row()
+        #: The last calls by number; up to which one a process takes part, and why no longer.
+        self._row = SimpleNamespace(calls={}, last=0, refused=0, until=math.inf, gone="")
         self._write = partial(_written, self._store, self._keys[self.rank], self._row)
         self._write()
         self._begun, self._stop = math.inf, threading.Event()
@@ -131,11 +132,12 @@ class Peers:
     def _silent(self, seconds: float, says: Callable[[Any], bool]) -> list[str]:
         """Waits until all have something in their rows, or nobody will; who does not have it."""
         until = time.monotonic() + seconds
-        while silent := [self._name(r) for r, row in self._rows().items() if not says(row)]:
-            if time.monotonic() > until or self.why():
-                break
+        while True:
+            rows = self._rows()
+            silent = [r for r in range(self.size) if r not in rows or not says(rows[r])]
+            if not silent or time.monotonic() > until or self.why():
+                return list(map(self._name, silent))
             time.sleep(0.05)
-        return silent
 
     def _failed(self, error: BaseException) -> BaseException:
         """Ends working together. What to raise: the error, or the reason that another one gave."""
@@ -243,16 +245,9 @@ class Peers:
 
     def _rows(self) -> dict[int, Any]:
         """What all have written, this process as well."""
-        found: dict[int, Any] = dict.fromkeys(range(self.size), _row())
         with suppress(RuntimeError):  # the store is gone with the process that kept it
-            for rank, key in enumerate(self._keys):
-                found[rank] = pickle.loads(self._store.get(key))
-        return found
-
-
-def _row() -> SimpleNamespace:
-    """The last calls by number; up to which one a process takes part, and why no longer."""
-    return SimpleNamespace(calls={}, last=0, refused=0, until=math.inf, gone="")
+            return {r: pickle.loads(self._store.get(key)) for r, key in enumerate(self._keys)}
+        return {}
 
 
 def _written(store: Any, key: str, row: Any) -> None:

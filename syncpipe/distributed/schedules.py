@@ -146,8 +146,7 @@ class _Checked:
         """
         from torch.distributed.pipelining._utils import InferenceMode  # older versions have none
 
-        on_host = "cpu:" in str(dist.get_backend_config(stages[0].group))
-        if not (p2p_done or on_host):
+        if not p2p_done and "cpu:" not in str(dist.get_backend_config(stages[0].group)):
             super()._warmup_p2p(stages, has_backward, p2p_done)  # type: ignore[misc]
         for each in stages:
             each._inference_mode = InferenceMode.STATIC
@@ -167,7 +166,7 @@ class _MiniBatch(Source):
     ) -> None:  # fmt: skip
         super().__init__([None] * m, [None] * m, [owner.size] * m)
         first, last = owner.first, owner.last
-        self._keep, self._calls = keep, 0
+        self._keep, self._calls, self._device = keep, 0, owner.device
         self.outputs: list[Any] = []
         self.shares: list[Tensor] = []
         # Also where it is not needed, so that all ranks refuse a batch that all are given.
@@ -210,13 +209,13 @@ class _MiniBatch(Source):
             dist.all_reduce(mean, group=group)
             self._objective.known = weights, mean / dist.get_world_size(group)
 
-    def root(self, output: Any, device: torch.device) -> Tensor:
+    def root(self, output: Any) -> Tensor:
         """The loss of the next micro-batch: the one value that PyTorch sees of the last stage."""
         i, self._calls = self._calls, self._calls + 1
         if self._keep:
             self.outputs.append(map_tensors(lambda tensors: [t.detach() for t in tensors], output))
         if self._objective is None:
-            return torch.zeros(1, device=device)
+            return torch.zeros(1, device=self._device)
         target = self.target(i)
         result = self._objective.call((output, target))
         if isinstance(result, tuple):

@@ -71,16 +71,13 @@ class Boundary:
                     "choose a balance that does not cut here"
                 )
         plain = map_tensors(lambda tensors: [_plain(tensor, where) for tensor in tensors], tree)
-        self._tree, self._where, self._kind = _empty(plain, "meta"), where, _kind(tree)
+        self.tree, self._where, self._kind = _empty(plain, "meta"), where, _kind(tree)
 
     def __reduce__(self) -> Any:
-        return Boundary, (self._tree, self._where)
-
-    def empty(self, device: torch.device) -> Any:
-        return _empty(self._tree, device)
+        return Boundary, (self.tree, self._where)
 
     def wire(self) -> tuple[Tensor, ...]:
-        sent = [_real(tensor) for tensor in tensors_in(self._tree)]
+        sent = [_real(tensor) for tensor in tensors_in(self.tree)]
         return tuple([tensor.requires_grad_(tensor.is_floating_point()) for tensor in sent])
 
     def closed(self, tree: Any) -> tuple[Tensor, ...]:
@@ -104,7 +101,7 @@ class Boundary:
             pairs = zip(found, like, strict=True)
             return [torch.view_as_complex(t) if known.is_complex() else t for t, known in pairs]
 
-        return map_tensors(known, self._tree)
+        return map_tensors(known, self.tree)
 
 
 def _empty(tree: Any, device: Any) -> Any:
@@ -146,12 +143,12 @@ class StageModule(Partition):
 
     inward: Boundary | None = None
     outward: Boundary | None = None
-    head: Callable[[Any, torch.device], Tensor] | None = None
+    head: Callable[[Any], Tensor] | None = None
 
-    def __init__(self, layers: Any, where: str, skips: Sequence[Any], device: torch.device) -> None:
+    def __init__(self, layers: Any, where: str, skips: Sequence[Any]) -> None:
         super().__init__()
         self._modules.update(layers)
-        self._where, (self._arriving, self._leaving), self._device = where, skips, device
+        self._where, (self._arriving, self._leaving) = where, skips
         self.inputs: list[Any] = []
 
     def forward(self, *wire: Tensor) -> Any:
@@ -161,7 +158,7 @@ class StageModule(Partition):
         value, skips = self._through(*tree)
         if self.outward is not None:
             return self.outward.closed((value, skips))
-        return value if self.head is None else self.head(value, self._device)
+        return value if self.head is None else self.head(value)
 
     def _through(self, value: Any, skips: tuple[Any, ...]) -> tuple[Any, tuple[Any, ...]]:
         """The layers, and the skips that pass by: they lie in the store meanwhile."""
@@ -234,7 +231,7 @@ class Stages(ModelNames):
         for j, span in enumerate(spans):
             if self._rank_of[j] == self.rank:
                 where = f"stage {j} (layers {span.start} to {span.stop - 1}) on rank {self.rank}"
-                part = StageModule(items[span], where, passing[j : j + 2], self.device)
+                part = StageModule(items[span], where, passing[j : j + 2])
                 part.unpack = unpack or unpacks(module)
                 self.parts[j] = part
         parts, devices = list(self.parts.values()), [self.device] * len(self.parts)
@@ -266,7 +263,7 @@ class Stages(ModelNames):
         for j, rank in enumerate(self._rank_of[:-1]):
             run = parts[j].boundary if j in parts else lambda _: None
             boundary: Any = peers.agree(lambda: ({}, run(tree)))[rank]  # noqa: B023
-            tree = boundary.empty(self.device)
+            tree = _empty(boundary.tree, self.device)
             if j in parts:
                 parts[j].outward = boundary
             if j + 1 in parts:
