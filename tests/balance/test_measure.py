@@ -135,13 +135,6 @@ def test_a_size_counts_after_a_round_of_its_own(clock: Clock) -> None:
     assert layers[0].forward == {2: 2, 4: 4, 8: 8}
 
 
-def test_time_is_measured_with_the_threads_that_a_worker_has() -> None:
-    seen: list[int] = []
-    asks = Do(lambda x: seen.append(torch.get_num_threads()))
-    profile(nn.Sequential(asks), torch.rand(2), sizes=[2], timeout=0.0, threads=3)
-    assert set(seen) == {3}
-
-
 # --- noise --------------------------------------------------------------------------------------
 
 TRUE = 1e-3
