@@ -54,11 +54,13 @@ _LONG, _SHORT, _CELLS = 300_000, 30_000, 4096
 #: So many drafts are improved, with so many actions to play for all and for each, if they are at
 #: most so many times as slow as the best.
 _IMPROVED, _WORK, _EACH, _PROMISING = 32, 600_000, 100_000, 1.3
+#: Slots near others have so many more.
+_NEAR = (0, 1, 2, -1)
 #: Families have so many times fewer slots than the textbook.
 _PARTS = (1, 1.25, 1.5, 2, 3, 4)
 #: What one move makes at most so many times as slow is worth another; and plans for so much less
 #: memory are tried as well.
-_HARDLY, _LESS = 1.05, (0.94, 0.88, 0.8, 0.7)
+_HARDLY, _LESS = 1.05, (0.94, 0.85, 0.7)
 _MOST_DEVICES = 64
 #: Cuts are looked for at so many boundaries, and then at those near the ones that were found.
 _BOUNDARIES = 256
@@ -218,7 +220,8 @@ def search(
     same for any memory. One stage is one device that takes micro-batches one after another.
 
     The best of each cut, and of each choice of what its stages do with activations, are improved;
-    then what fits into less memory, and as long as that helps what is near the best of all.
+    then what fits into less memory, what is cut anew for slots near those of the best of all as
+    long as that helps, and what single moves make of it.
 
     Returns:
         The best for each number of stages that was not left out; empty if nothing fits.
@@ -237,13 +240,13 @@ def search(
     found, fastest = list[Draft](), math.inf
     for low, m, n in sorted(tasks):
         if low < fastest * (1 - NOTICED) and (value := programs[m].cut(n)[0]) < fastest:
-            found += _drafts(programs[m], n, max(low, _rounded(value)))
+            found += _drafts(programs[m], n, _families(n, m), max(low, _rounded(value)))
             fastest = min([fastest, *(draft.time for draft in found)])
     coarse = not found and boundaries < layers
     if coarse and any(_least_share(terms, max(numbers), n)[0] <= 1 for n in counts):
         choice: dict[str, Any] = {"chunks": chunks, "stages": stages, "improve": improve}
         return search(terms, **choice, boundaries=layers)
-    best, before, work = dict[int, Draft](), math.inf, _WORK
+    best, before, work, moved = dict[int, Draft](), math.inf, _WORK, False
     while found:
         cuts = dict[Any, Draft]()
         for draft in sorted(found, key=_rank):
@@ -256,12 +259,17 @@ def search(
                 n, work, fastest = len(draft.balance), work - each + left, min(fastest, draft.time)
                 best[n] = min(best[n], draft, key=_rank)
         first, found = min(best.values(), key=_rank), []
-        if improve and first.bound * (1 + NOTICED) < first.time < before:
-            if work > 0:
-                found += _around(terms, first)
-                work -= len(found) * first.chunks * first.form.n * 2
+        m, n, own = first.chunks, first.form.n, first.form.in_flight
+        better, gap = first.time < before, first.time > first.bound * (1 + NOTICED)
+        if improve and gap and better:
+            near = [(*(min(m, max(1, q + step)) for q in own[:-1]), own[-1]) for step in _NEAR]
+            found = _drafts(programs[m], n, near * (n > 1), 0.0, first.time)
             for one in sorted(best.values(), key=_rank)[:2] if before == math.inf else ():
                 found += _tighter(terms, one.chunks, one.form.n, boundaries, fastest)
+        elif improve and gap and work > 0 and not moved:
+            found = [*_around(terms, first)]
+            work -= len(found) * m * n * 2
+        moved = not better
         before = first.time
     return sorted(best.values(), key=_rank)
 
@@ -285,7 +293,10 @@ def _tighter(terms: Terms, m: int, n: int, boundaries: int, fastest: float) -> I
         program = Program(terms.on(replace(terms.machine, memory=memory)), m, boundaries)
         if program.cut(n)[0] >= fastest:
             return
-        drafts = (terms.draft(x.form, x.balance) for x in _drafts(program, n, 0.0, fastest))
+        drafts = (
+            terms.draft(x.form, x.balance)
+            for x in _drafts(program, n, _families(n, m), 0.0, fastest)
+        )
         yield from filter(None, drafts)
 
 
@@ -315,15 +326,16 @@ def _families(n: int, m: int) -> list[Slots]:
     return list(dict.fromkeys([(), *more, *less, (1,) * n])) if n > 1 else [(1,)]
 
 
-def _drafts(program: Program, n: int, enough: float, fastest: float = math.inf) -> list[Draft]:
-    """What fits of the cuts with the least bounds for each family of slots, with these and with
-    others, as many of them as fit; until one takes no longer than is enough.
+def _drafts(
+    program: Program, n: int, families: Iterable[Slots], enough: float, fastest: float = math.inf
+) -> list[Draft]:
+    """What fits of the cuts with the least bounds for these slots, with them and with others, as
+    many of them as fit; until one takes no longer than is enough.
     """
     terms, m, found = program.terms, program.count, list[Draft]()
-    families = _families(n, m)
-    for slots in families:
+    for slots in dict.fromkeys(families):
         balance = program.cut(n, slots)[1] if fastest > enough * (1 + NOTICED) else ()
-        caps = (slots or (m,) * n, *families[1:4])
+        caps = (slots or (m,) * n, *_families(n, m)[1:4])
         fitting = (_fitting(terms, balance, m, part, cap) for cap in caps for part in (0, 0.5, 1))
         for some in dict.fromkeys(filter(None, fitting)):
             form, at_most = one_f_one_b_form(m, some), fastest * _PROMISING
