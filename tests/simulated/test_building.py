@@ -29,12 +29,16 @@ def on_meta() -> list[nn.Module]:
         return [nn.Linear(WIDTH, WIDTH) for _ in range(6)]
 
 
-@pytest.mark.parametrize("seed", [None, 3])
+def twos(module: nn.Module) -> None:
+    module.weight = nn.Parameter(torch.full((WIDTH, WIDTH), 2.0))
+
+
+@pytest.mark.parametrize("how", [{"seed": None}, {"seed": 3}, {"init_fn": twos}])
 @pytest.mark.parametrize("layers", [specs, on_meta])
-def test_layers_come_to_be_on_their_devices(layers: Any, seed: int | None) -> None:
+def test_layers_come_to_be_on_their_devices(layers: Any, how: dict[str, Any]) -> None:
     before = [simulated.live_bytes(device) for device in (A, B)]
     with HostBytes() as host:
-        pipe = Pipe(layers(), "parameters", devices=[A, B], seed=seed)
+        pipe = Pipe(layers(), "parameters", devices=[A, B], **how)
         most = host.most
     assert most < LAYER / 4  # states of generators
     live = [simulated.live_bytes(device) for device in (A, B)]
@@ -64,17 +68,6 @@ def test_layers_are_measured_on_the_device_one_after_another() -> None:
         profile(specs(), x, timeout=0.0)
         assert host.most < LAYER / 4
     assert simulated.live_bytes(A) == before
-
-
-@pytest.mark.parametrize("layers", [specs, on_meta])
-def test_what_initialises_works_on_the_device(layers: Any) -> None:
-    def init(module: nn.Module) -> None:
-        module.weight = nn.Parameter(torch.full((WIDTH, WIDTH), 2.0))
-
-    with HostBytes() as host:
-        pipe = Pipe(layers(), [3, 3], devices=[A, B], init_fn=init)
-        assert host.most < LAYER / 4
-    assert [p.device for p in pipe.parameters()] == [A] * 6 + [B] * 6
 
 
 def test_a_layer_with_values_in_part_is_measured() -> None:

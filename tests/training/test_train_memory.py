@@ -208,7 +208,7 @@ def test_gradients_stay_where_they_are():
     grad = pipe[0].weight.grad
     address = grad.data_ptr()
     pipe.train_batch(torch.randn(8, 3), loss_fn=torch.sum)
-    pipe.train_batch(torch.randn(8, 3), loss_fn=lambda y: (y.sum(), 2))
+    pipe.train_batch(torch.randn(7, 3), loss_fn=lambda y: (y.sum(), len(y)))
     assert pipe[0].weight.grad is grad
     assert grad.data_ptr() == address
 
@@ -250,21 +250,6 @@ def test_gradients_of_inputs_that_are_parts_of_larger_tensors_do_not_keep_them()
     pipe.train_batch(x, loss_fn=torch.sum, loss_reduction="sum")
     assert storages.most <= 2
     assert x.grad is not None
-
-
-def test_a_loss_is_what_it_was_when_loss_fn_writes_into_the_output():
-    pipe = pipe_of(nn.Sequential(nn.Linear(4, 4)), chunks=FEW, checkpoint="never")
-    x = torch.randn(FEW, 4)
-
-    def loss_fn(output: Tensor) -> Tensor:
-        loss = output.sum()
-        with torch.no_grad():
-            output.zero_()
-        return loss
-
-    loss, outputs = pipe.train_batch(x, loss_fn=loss_fn, return_outputs=True)
-    assert torch.equal(outputs, torch.zeros(FEW, 4))
-    torch.testing.assert_close(loss, pipe[:](x).sum().detach() / FEW)
 
 
 def frozen_pipe(**options) -> tuple[Pipe, list[Watched]]:

@@ -158,6 +158,8 @@ CASES = {
     "empty": (conv(3), (0, 4, 7, 6), 1),
     "2d, bfloat16": (conv(3, dtype=torch.bfloat16), (3, 4, 7, 6), 1),
     "complex": (lambda: nn.Conv1d(2, 3, 2, dtype=torch.complex64), (3, 2, 5), 0),
+    "cast to complex": (lambda: Using(lambda x, a: (x + 0j) @ a.weight.to(torch.complex64),
+                                      nn.Linear(4, 4, bias=False)), (3, 4), 1),
     "3d": (lambda: nn.Conv3d(2, 3, 3, dilation=(1, 2, 1)), (2, 2, 5, 6, 5), 1),
     "transposed": (lambda: nn.ConvTranspose2d(4, 6, 3, 2, 1, groups=2), (3, 4, 7, 6), 1),
     "computed bias": (lambda: Using(lambda x, c: F.conv2d(x, c.weight, c.bias * 2), conv(3)()),
@@ -181,7 +183,7 @@ CASES = {
 }  # fmt: skip
 
 
-@pytest.mark.filterwarnings("ignore:.*weight_norm:FutureWarning")
+@pytest.mark.filterwarnings("ignore:.*weight_norm:FutureWarning", "error:Casting complex")
 @pytest.mark.parametrize("needs_gradient", [True, False])
 @pytest.mark.parametrize("name", CASES)
 def test_halves_leave_what_the_whole_leaves(name, needs_gradient):

@@ -84,15 +84,16 @@ def test_after_errors_as_well(at: int, interrupt: bool) -> None:
 
 
 def test_leaves_of_no_layer_that_only_a_later_micro_batch_uses() -> None:
-    hidden = [torch.ones(WIDTH, requires_grad=True) for _ in range(2)]
-    hidden[1].grad = torch.full((WIDTH,), 5.0)
-    layer = Do(lambda x: x * hidden[int(x[0, 0].item() > 0)])
+    dtypes = torch.float32, torch.complex64
+    hidden = [torch.ones(WIDTH, dtype=dtype, requires_grad=True) for dtype in dtypes]
+    hidden[1].grad = torch.full((WIDTH,), 5.0 + 1j)
+    layer = Do(lambda x: (x * hidden[int(x[0, 0].item() > 0)]).real)
     pipe = pipe_of(layer, linear(), balance=[2], chunks=2)
     x, y = batch()
     x[:, 0] = torch.linspace(-1, 1, len(x))
     assert verify(pipe, x, y, loss_fn=F.cross_entropy).ok
     assert hidden[0].grad is None
-    assert torch.equal(hidden[1].grad, torch.full((WIDTH,), 5.0))
+    assert torch.equal(hidden[1].grad, torch.full((WIDTH,), 5.0 + 1j))
 
 
 def test_an_optimizer_that_steps_in_backward_does_not() -> None:

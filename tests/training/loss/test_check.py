@@ -83,7 +83,9 @@ MAKE: dict[str, Any] = {
     "module": Loss,
     "closure": lambda total: lambda y: reduced(y, total),
     "default": lambda total: lambda y, total=total: reduced(y, total),
+    "keyword": lambda total: lambda y, *, total=total: reduced(y, total),
     "options": lambda total: partial(reduced, total=total),
+    "arguments": lambda total: partial(lambda total, y: reduced(y, total), total),
     "method": lambda total: Loss(total).__call__,
 }
 
@@ -91,7 +93,7 @@ MAKE: dict[str, Any] = {
 @pytest.mark.parametrize("make", MAKE.values(), ids=MAKE)
 def test_each_loss_function_is_checked_whatever_its_class_or_code(make: Any) -> None:
     pipe, x = four(chunks=4), torch.randn(8, 3)
-    for _ in range(3):
+    for _ in range(4):
         assert warned(pipe, input=x, loss_fn=make(False)) == []
     assert len(warned(pipe, input=x, loss_fn=make(True))) == 1
 
