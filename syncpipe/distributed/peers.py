@@ -146,21 +146,17 @@ class Peers:
         row.until, row.gone = -1, row.gone or (self.why() if lost else own)
         self._write()
         self.close()
-        if not row.gone:
-            row.gone = self._who_is_gone(error)
+        if not row.gone:  # it is the one that does not say so
+            silent = ", ".join(self._silent(_ANSWER, lambda row: row.until < 0)) or "a process"
+            row.gone = self.why() or (
+                f"{silent} does not answer any more, and has probably been killed; "
+                f"{self._name(self.rank)} lost its connection: {error}"
+            )
             self._write()
         if row.gone == own or not isinstance(error, Exception):
             return error
         kind = RemoteError if " failed with " in row.gone else LostProcess
         return kind(f"{row.gone} (the {self._what} has ended in all processes)")
-
-    def _who_is_gone(self, error: BaseException) -> str:
-        """Which process it is to which the connection is lost: the one that does not say so."""
-        silent = self._silent(_ANSWER, lambda row: row.until < 0)
-        return self.why() or (
-            f"{', '.join(silent) or 'a process'} does not answer any more, and has probably been "
-            f"killed; {self._name(self.rank)} lost its connection: {error}"
-        )
 
     def why(self) -> str:
         """Why this call cannot come to its end, as others say; empty if nobody knows."""

@@ -214,7 +214,10 @@ class Stages(ModelNames):
         self.balance, self.placement = _sizes(balance, module, n, placement), placement
         stages = range(len(self.balance))
         self._rank_of = [min(j, 2 * n - 1 - j) if placement == "v" else j % n for j in stages]
-        self.device = _device(device, self._group)
+        if device is None:
+            here = torch.accelerator.is_available() and dist.get_backend(self._group) != "gloo"
+            device = torch.accelerator.current_device_index() if here else "cpu"
+        self.device = resolve_workers([device], 1)[0].device
         whole = on_meta(module)
         verify_skippables(whole)
         self._elsewhere = frozenset(whole.state_dict())
@@ -481,13 +484,6 @@ def _sizes(balance: Any, module: nn.Sequential, n: int, placement: str) -> list[
             "many processes (torchrun --nproc-per-node)"
         )
     return sizes
-
-
-def _device(device: Any, group: dist.ProcessGroup) -> torch.device:
-    if device is None:
-        here = torch.accelerator.is_available() and dist.get_backend(group) != "gloo"
-        device = torch.accelerator.current_device_index() if here else "cpu"
-    return resolve_workers([device], 1)[0].device
 
 
 class _Stage(PipelineStage):

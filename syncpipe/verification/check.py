@@ -153,7 +153,11 @@ class _Check:
         if len(self._pipeline.workers) > 1 and not INLINE.get() and self._pipeline.on_cpu:
             self._share = self._pipeline.engine.share()
         self._devices = list(dict.fromkeys(each.stage.device for each in self._layers))
-        self._rounding = self._passes_for_rounding()
+        kinds = {device.type for device in self._devices}
+        self._rounding = 5e-3 if kinds - {"cpu"} else 0.0  # TF32, and sums in any order
+        half = any(p.is_floating_point() and p.itemsize < 4 for p in self._model.parameters())
+        if half or any(map(torch.is_autocast_enabled, kinds)):
+            self._rounding = 5e-2
         self._seen: list[Observation] = []
         self._made: dict[tuple[int, ...], Values] = {}  # by the order in which they go back
         self._apart = ""  # why outputs of micro-batches cannot be put together
@@ -393,14 +397,6 @@ class _Check:
         copied: Values
         copied = map_tensors(lambda ts: [t.detach().to("cpu", copy=True) for t in ts], found)
         return copied
-
-    def _passes_for_rounding(self) -> float:
-        kinds = {device.type for device in self._devices}
-        parameters = self._model.parameters()
-        coarse = any(p.is_floating_point() and p.dtype.itemsize < 4 for p in parameters)
-        if coarse or any(torch.is_autocast_enabled(kind) for kind in kinds):
-            return 5e-2
-        return 5e-3 if kinds - {"cpu"} else 0.0  # TF32, and sums in any order
 
 
 def _fresh(tree: Any) -> Any:

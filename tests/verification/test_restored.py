@@ -96,25 +96,20 @@ def test_leaves_of_no_layer_that_only_a_later_micro_batch_uses() -> None:
     assert torch.equal(hidden[1].grad, torch.full((WIDTH,), 5.0 + 1j))
 
 
-def test_an_optimizer_that_steps_in_backward_does_not() -> None:
-    pipe, calls = pipe_of(), []
+def test_hooks_that_count_do_not_and_neither_does_a_grad_mode() -> None:
+    """Of gradients, in which an optimizer steps, of a loss that is a module, and around it."""
+    pipe, loss_fn = pipe_of(), nn.CrossEntropyLoss()
+    loss_fn.calls = calls = []
+    loss_fn.register_forward_hook(lambda *_: loss_fn.calls.append(1))
     for p in pipe.parameters():
         p.register_post_accumulate_grad_hook(calls.append)
-    assert verify(pipe, *batch(), loss_fn=F.cross_entropy).ok
-    assert not calls
-    pipe.train_batch(*batch(), loss_fn=F.cross_entropy)
-    assert calls
-
-
-def test_without_gradients_around_it_and_with_a_loss_that_is_a_module() -> None:
-    pipe, loss_fn, calls = pipe_of(), nn.CrossEntropyLoss(), []
-    loss_fn.calls = calls
-    loss_fn.register_forward_hook(lambda *_: loss_fn.calls.append(1))
     with torch.no_grad():
         assert verify(pipe, *batch(), loss_fn=loss_fn).ok
         assert not torch.is_grad_enabled()
     assert all(p.grad is None for p in pipe.parameters())
     assert not calls
+    pipe.train_batch(*batch(), loss_fn=F.cross_entropy)
+    assert len(calls) == len(list(pipe.parameters()))
 
 
 # A destructor, or the callback of a weak reference, cannot pass an exception on.

@@ -102,7 +102,7 @@ def test_any_pipe_of_a_clean_model_is_ok(data: st.DataObject) -> None:
         balance=balance,
         chunks=data.draw(st.integers(1, 5)),
         checkpoint=data.draw(st.sampled_from(["always", "except_last", "never"])),
-    )
+    ).train(training := data.draw(st.booleans()))
     x, y = batch(data.draw(st.integers(4, 13)))
     y[: data.draw(st.integers(0, 3))] = -100
     m, seed = len(x.chunk(pipe.chunks)), data.draw(st.integers(0, 999))
@@ -116,6 +116,8 @@ def test_any_pipe_of_a_clean_model_is_ok(data: st.DataObject) -> None:
     assert_exact(report, in_one_order=schedule is not own or len(orders) == 1)
     assert report.runs[-1].comparisons["outputs"].status == "equal"
     assert str(report).splitlines()[-1].startswith("OK: the pipe computes")
+    assert ("eval() mode" in report.header) is not training
+    assert pipe.training == training
 
 
 @pytest.mark.parametrize("devices", [FOUR, ROUND, V], ids=["four", "round", "v"])
@@ -201,16 +203,6 @@ def test_a_loss_with_parameters_and_perhaps_with_weight_and_metrics(weighed, che
     report = checked(pipe_of(*MODELS["dropout"](), checkpoint=checkpoint), (x, y), loss_fn)
     assert_exact(report)
     assert head.weight.grad is None
-
-
-def test_a_pipe_in_eval_mode_says_so() -> None:
-    pipe: Pipe = pipe_of(*MODELS["dropout"]()).eval()
-    report = checked(pipe)
-    assert_exact(report)
-    assert report["loss of each micro-batch"].comparisons["loss"].status == "equal"
-    assert report["micro-batches"].comparisons["outputs"].status in ("equal", "rounding")
-    assert "eval() mode" in str(report)
-    assert not pipe.training
 
 
 # --- arguments -----------------------------------------------------------------------------------
@@ -340,31 +332,25 @@ def test_what_does_no_harm_is_no_fault() -> None:
     assert verify(pipe, *batch(), loss_fn=F.cross_entropy).ok
 
 
-def test_masked_loss() -> None:
+MEAN = lambda output, target: F.cross_entropy(output, target)  # noqa: E731
+SUM = lambda output, target: F.cross_entropy(output, target, reduction="sum")  # noqa: E731
+
+
+@pytest.mark.parametrize(
+    ("loss_fn", "taken_for", "words"),
+    [(MEAN, None, ["it is no mean over samples", "weight="]), (MEAN, "sum", ["loss_reduction="]),
+     (SUM, "mean", ["loss_reduction="])],
+)  # fmt: skip
+def test_a_masked_loss_that_was_taken_for_something_else(loss_fn, taken_for, words) -> None:
     x, y = batch()
     y[:2] = y[5] = -100
-    pipe = pipe_of()
-    report = verify(pipe, x, y, loss_fn=lambda o, t: F.cross_entropy(o, t))
+    report = verify(pipe_of(), x, y, loss_fn=loss_fn, loss_reduction=taken_for)
     [(where, reason)] = reasons(report, "loss of each micro-batch")
     assert where == ""
-    assert "no mean over samples" in reason
-    assert "weight=" in reason
+    assert all(word in reason for word in words)
     assert "verify=False" not in reason
     assert report.pipe_ok
     assert report["micro-batches"].ok
-
-    def kept(target: Tensor) -> Any:
-        return (target != -100).sum()
-
-    assert verify(pipe, x, y, loss_fn=lambda o, t: F.cross_entropy(o, t), weight=kept).ok
-
-
-@pytest.mark.parametrize(("taken_for", "is_a"), [("mean", "sum"), ("sum", "mean")])
-def test_a_sum_that_was_taken_for_a_mean(taken_for: str, is_a: str) -> None:
-    loss_fn = lambda o, t: F.cross_entropy(o, t, reduction=is_a)  # noqa: E731
-    report = verify(pipe_of(), *batch(), loss_fn=loss_fn, loss_reduction=taken_for)
-    [(_, reason)] = reasons(report, "loss of each micro-batch")
-    assert "loss_reduction=" in reason
 
 
 def fails_again(x: Tensor) -> None:
