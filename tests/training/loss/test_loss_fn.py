@@ -100,6 +100,11 @@ def test_losses_go_back_as_they_were_returned_whatever_loss_fn_does_with_them_la
     assert_same(actual.parameter_grads, expected.parameter_grads)
 
 
+def test_outputs_are_what_loss_fn_made_of_them():
+    _, outputs = four().train_batch(ROWS, loss_fn=lambda y: y.mul_(0).sum(), return_outputs=True)
+    assert not outputs.any()
+
+
 def twice(first: Any, then: Any) -> Any:
     given = iter([first, then, then, then])
     return lambda y: next(given)(y)
