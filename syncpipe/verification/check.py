@@ -106,7 +106,11 @@ def verify(
             "it before data_parallel, or a copy of it (copy.deepcopy), which knows of no others"
         )
     loss = known_loss(loss_fn, loss_reduction, weight)
-    asked = _schedules(pipe, schedules)
+    if isinstance(schedules, str | os.PathLike | Schedule) or callable(schedules):
+        schedules = [schedules]
+    own = pipe.schedule
+    named = [*SCHEDULES, *([] if isinstance(own, str) and own in SCHEDULES else [own])]
+    asked = named if schedules is None else list(map(checked_schedule, schedules))
     options = {"loss_fn": loss_fn, "weight": weight, "loss_reduction": loss_reduction}
     with pipe._ready().training:  # nobody trains it meanwhile
 
@@ -118,15 +122,6 @@ def verify(
         # The loss was checked with these arguments, not with others, and the first call of all is
         # still to come.
         return swapped([(pipe, "_loss_counts", LossCounts()), (pipe, "_watched", True)], run)
-
-
-def _schedules(pipe: Pipe, asked: Any) -> list[ScheduleLike]:
-    if isinstance(asked, str | os.PathLike | Schedule) or callable(asked):
-        asked = [asked]
-    if asked is not None:
-        return [checked_schedule(schedule) for schedule in asked]
-    own = pipe.schedule
-    return [*SCHEDULES, *([] if isinstance(own, str) and own in SCHEDULES else [own])]
 
 
 class _Check:
@@ -190,9 +185,6 @@ class _Check:
             last = [a for row in plan.actions for a in row if a.j == plan.n - 1]
             order = tuple([a.i for a in last if a.kind in ("backward", "backward_input")])
             self._compare(name, order, partial(self._train, schedule))
-        if self._apart:
-            note = "outputs are not compared, nor the loss of all of them at once"
-            self._report.notes.append(note)
         return self._report
 
     def _check_layers(self) -> None:
@@ -224,7 +216,8 @@ class _Check:
             expected = self._expected(order)
             threads = self._threads if name == "pipe(x)" else None
             if threads and self._apart:
-                run.not_applicable = f"its outputs cannot be put together: {self._apart}"
+                why = f"outputs cannot be put together, and are not compared: {self._apart}"
+                run.not_applicable = why
                 return
             made = self._state.restored(make, self._devices, threads)
             for column in COLUMNS:
@@ -402,9 +395,7 @@ class _Check:
 def _fresh(tree: Any) -> Any:
     """A copy in memory that is laid out the same way; without gradients."""
     leaves, structure = flatten(tree)
-    for k, leaf in enumerate(leaves):
-        if isinstance(leaf, NoChunk):
-            leaves[k] = NoChunk(_fresh(leaf.tensor))
+    leaves = [NoChunk(_fresh(x.tensor)) if isinstance(x, NoChunk) else x for x in leaves]
     return map_tensors(lambda ts: clones([t.detach() for t in ts]), unflatten(leaves, structure))
 
 
