@@ -205,15 +205,21 @@ def defer_batch_norm(module: nn.Module) -> None:
 
 def _not_plain(norm: nn.Module) -> str:
     """Why a batch normalisation cannot be converted, and what helps."""
-    reasons = {
-        "it is not initialised yet; run the model once first": isinstance(norm, _LazyNormBase),
-        "it is scripted; leave the model unscripted": isinstance(norm, torch.jit.ScriptModule),
-        "statistics across processes need the plain form; use BatchNorm1d/2d/3d":
-            isinstance(norm, nn.SyncBatchNorm),
-        "only BatchNorm1d, BatchNorm2d and BatchNorm3d themselves are understood, not subclasses "
-        "or parametrized ones; derive it from syncpipe.layers.batchnorm.DeferredBatchNorm by hand":
-            type(norm) not in _DEFERRED,
-        "its 'forward' was replaced on the instance and may be that of the plain layer; undo that "
-        "before wrapping the model in the pipe": "forward" in norm.__dict__,
-    }  # fmt: skip
-    return next((reason for reason, holds in reasons.items() if holds), "")
+    if isinstance(norm, _LazyNormBase):
+        return "it is not initialised yet; run the model once first"
+    if isinstance(norm, torch.jit.ScriptModule):
+        return "it is scripted; leave the model unscripted"
+    if isinstance(norm, nn.SyncBatchNorm):
+        return "statistics across processes need the plain form; use BatchNorm1d/2d/3d"
+    if type(norm) not in _DEFERRED:
+        return (
+            "only BatchNorm1d, BatchNorm2d and BatchNorm3d themselves are understood, not "
+            "subclasses or parametrized ones; derive it from "
+            "syncpipe.layers.batchnorm.DeferredBatchNorm by hand"
+        )
+    if "forward" in norm.__dict__:
+        return (
+            "its 'forward' was replaced on the instance and may be that of the plain layer; undo "
+            "that before wrapping the model in the pipe"
+        )
+    return ""
