@@ -305,21 +305,22 @@ def machine_of(
     real = places_of(given) if given is not None else []
     known = devices if real or isinstance(devices, Machine) else _described(devices, bandwidth)
     places: list[Any] = real or list(range(len(known)))
+    cpu = torch.device("cpu")  # one memory, however many workers are there
+    homes = [cpu if place.type == "cpu" else place for place in real]
     if memory is None:
-        memory = _measured_memory(real) if real else known.memory
+        memory = _measured_memory(homes) if real else known.memory
     elif isinstance(memory, (str, Real)):
         size = number_of("memory", memory, BYTES)
         memory = [size / places.count(place) for place in places]
     memory = _listed("memory", memory)
     _check_count("memory", memory, len(places))
     if bandwidth is None:
-        bandwidth = [[link_bandwidth(a, b) for b in real] for a in real] or known.bandwidth
+        bandwidth = [[link_bandwidth(a, b) for b in homes] for a in homes] or known.bandwidth
     elif isinstance(bandwidth, (str, Real)):
         rate = number_of("bandwidth", bandwidth, RATE)
         bandwidth = [[math.inf if a == b else rate for b in places] for a in places]
     if host_bandwidth is None:
-        accelerators = [place for place in dict.fromkeys(real) if place.type != "cpu"]
-        rates = (link_bandwidth(a, torch.device("cpu")) for a in accelerators)
+        rates = (link_bandwidth(home, cpu) for home in dict.fromkeys(homes) if home != cpu)
         host = min(rates, default=0.0) if real else known.host
     else:
         host = number_of("host_bandwidth", host_bandwidth, RATE)
@@ -328,18 +329,13 @@ def machine_of(
     return Machine(memory, bandwidth, tuple(map(str, real)) or known.names, speed, host)
 
 
-def _measured_memory(places: Sequence[torch.device]) -> tuple[float, ...]:
+def _measured_memory(homes: Sequence[torch.device]) -> tuple[float, ...]:
     """For each place its share of the memory that it is in."""
-    names = [_memory_of(place) for place in places]
-    measured = {name: measure_memory(torch.device(name)) for name in dict.fromkeys(names)}
-    for name, size in measured.items():
+    measured = {home: measure_memory(home) for home in dict.fromkeys(homes)}
+    for home, size in measured.items():
         if size <= 0:
-            raise ValueError(f"no memory is free on {name}: free some, or give memory='16GB'")
-    return tuple(measured[name] / names.count(name) for name in names)
-
-
-def _memory_of(device: torch.device) -> str:
-    return "cpu" if device.type == "cpu" else str(device)
+            raise ValueError(f"no memory is free on {home}: free some, or give memory='16GB'")
+    return tuple(measured[home] / homes.count(home) for home in homes)
 
 
 def kind_of(device: torch.device) -> str:
@@ -401,17 +397,11 @@ def measure_bandwidth(source: torch.device, target: torch.device) -> float:
     return _COPY_BYTES / max(median(times[1:]), 1e-9)  # the first one opened the way
 
 
+@cache
 def link_bandwidth(source: torch.device, target: torch.device) -> float:
     """Bytes per second, measured once in a process; ``math.inf`` where nothing is copied."""
-    if same_memory(source, target):
-        return math.inf
-    return _measured_link(_memory_of(source), _memory_of(target))
-
-
-@cache
-def _measured_link(source: str, target: str) -> float:
-    return measure_bandwidth(torch.device(source), torch.device(target))
+    return math.inf if same_memory(source, target) else measure_bandwidth(source, target)
 
 
 #: Forgets all bandwidths that were measured.
-clear_cache = _measured_link.cache_clear
+clear_cache = link_bandwidth.cache_clear
