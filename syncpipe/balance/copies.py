@@ -20,7 +20,7 @@ from syncpipe.data import tensors_in
 from syncpipe.layers.listing import Function, LayerSpec, build_alone, give_values, waiting
 from syncpipe.runtime.random_numbers import is_compiled
 
-__all__ = ["compiled", "copy_of_layer", "copy_of_tensor", "described_layer", "layer_to_run"]
+__all__ = ["compiled", "copy_of_tensor", "described_layer", "layer_to_run"]
 
 _COMPILED_FROM = "_torchdynamo_orig_callable"
 
@@ -36,19 +36,6 @@ def layer_to_run(
     """A layer in train mode to try and to throw away: a copy, or what a spec builds.
 
     It runs on ``device``, or else where it is, or else, if it has no memory yet, at ``home``.
-    """
-    if isinstance(layer, LayerSpec):
-        return build_alone(layer, home).train()
-    if home.type != "meta" and waiting(layer):
-        made = copy_of_layer(name, layer, None)
-        give_values(made, home, None, {}, zeros=True)
-        return made.to(home)
-    return copy_of_layer(name, layer, device)
-
-
-def copy_of_layer(name: str, layer: nn.Module, device: torch.device | None) -> nn.Module:
-    """A copy of a layer in train mode, on a device; None: each tensor where it is.
-
     Parameters and buffers are copied straight to the device; on ``meta`` the layer runs without
     ``torch.compile``. Gradients and hooks of parameters are left behind. Tensors that some forward
     left in an attribute, the ``weight`` of the old ``weight_norm`` for one, lose their graph.
@@ -56,6 +43,10 @@ def copy_of_layer(name: str, layer: nn.Module, device: torch.device | None) -> n
     Raises:
         TypeError: the layer cannot be copied.
     """
+    if isinstance(layer, LayerSpec):
+        return build_alone(layer, home).train()
+    empty = home.type != "meta" and waiting(layer)
+    device = None if empty else device
     memo: dict[int, Any] = {}
     eager = device is not None and device.type == "meta"
     try:
@@ -83,6 +74,9 @@ def copy_of_layer(name: str, layer: nn.Module, device: torch.device | None) -> n
     for module in made.modules():
         if isinstance(module, nn.RNNBase):
             module.flatten_parameters()
+    if empty:
+        give_values(made, home, None, {}, zeros=True)
+        made.to(home)
     return made.train()
 
 
@@ -94,11 +88,7 @@ def copy_of_tensor(tensor: Tensor, device: torch.device | None) -> Tensor:
         lazy: Tensor = kind(requires_grad=tensor.requires_grad, device=target, dtype=tensor.dtype)
         return lazy
     bare, needs = tensor.detach(), tensor.requires_grad
-    made = (
-        bare.to(target, copy=True)
-        if target.type != "meta"
-        else torch.empty_like(bare, device=target)
-    )
+    made = bare.to(target, copy=True)
     if issubclass(type(tensor), nn.Parameter):
         made = torch.Tensor._make_subclass(type(tensor), made, needs)
     elif isinstance(tensor, nn.Parameter):  # of a tensor that is no plain one

@@ -312,7 +312,7 @@ class _Visit:
         value, popped = inputs
         call: Any = Unpacked(self.layer) if self.unpack else self.layer
         skips = dict(zip(self.popped, popped, strict=True))
-        with self._explained(), _current(self.device), use_store(skips) as store:
+        with self._running(), use_store(skips) as store:
             try:
                 return call(value), store
             except TypeError as error:
@@ -336,7 +336,7 @@ class _Visit:
         (roots, leaves), self._graph = self._graph, ([], [])
         own = set() if weights else set(map(id, self.layer.parameters()))
         leaves = [leaf for leaf in leaves if id(leaf) not in own]
-        with self._explained(), _current(self.device):
+        with self._running():
             grads = list(map(torch.ones_like, roots))
             self._marks.append(self.watch[0]())
             if roots and leaves:
@@ -385,10 +385,14 @@ class _Visit:
         return max(0.0, clock.thread_time() - start - operators.seconds)
 
     @contextmanager
-    def _explained(self) -> Iterator[None]:
-        """Says where an exception came from, and why, if the layer needs values on ``meta``."""
+    def _running(self) -> Iterator[None]:
+        """Its device is the current one, as in the pipe. Says where an exception came from, and
+        why, if the layer needs values on ``meta``.
+        """
+        index = None if self.device.type == "cpu" else self.device.index
         try:
-            yield
+            with torch.accelerator.device_index(index):
+                yield
         except BaseException as error:
             needs_values = isinstance(error, NotImplementedError) or (
                 isinstance(error, RuntimeError) and "meta tensor" in str(error).lower()
@@ -414,13 +418,6 @@ class _Operators(TorchFunctionMode):
             return func(*args, **(kwargs or {}))
         finally:
             self.seconds += clock.thread_time() - start + COUNTING
-
-
-def _current(device: torch.device) -> AbstractContextManager[Any]:
-    """The context in which a device is the current one, as in the pipe."""
-    if device.type in ("cpu", "meta"):
-        return nullcontext()
-    return torch.accelerator.device_index(device.index)
 
 
 def _leaves(tensors: list[Tensor], device: torch.device | None = None) -> list[Tensor]:

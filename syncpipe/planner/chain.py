@@ -152,7 +152,7 @@ class Chain:
     @cached_property
     def sums(self) -> dict[str, tuple[float, ...]]:
         """Of what all layers before each boundary have. Shared stored bytes are left out, for they
-        count for the first layer of a stage only.
+        count for the first layer of a stage only: they and inputs are there for each layer.
         """
         columns: dict[str, Sequence[float]] = {
             "forward": self.forward,
@@ -164,15 +164,12 @@ class Chain:
         }
         found = {what: tuple(accumulate(each, initial=0.0)) for what, each in columns.items()}
         both = zip(found["forward"], found["backward"], strict=True)
-        return found | {"time": tuple(f + b for f, b in both)}
-
-    @cached_property
-    def _columns(self) -> dict[str, tuple[float, ...]]:
-        return self.sums | {"shared": self.shared, "inputs": self.inputs}
+        found["time"] = tuple(f + b for f, b in both)
+        return found | {"shared": self.shared, "inputs": self.inputs}
 
     @cached_property
     def _tensors(self) -> dict[str, Tensor]:
-        return {what: doubles(each) for what, each in self._columns.items()}
+        return {what: doubles(each) for what, each in self.sums.items()}
 
     @cached_property
     def _transient(self) -> Tensor:
@@ -212,7 +209,7 @@ class Chain:
     def run(self, i: int, j: int) -> Run:
         """What the layers ``[i, j)`` have, as numbers."""
         if (i, j) not in self._runs:
-            found = self._run(self._columns, i, j, i == 0)
+            found = self._run(self.sums, i, j, i == 0)
             transient, popped = float(found.transient), float(found.popped)
             self._runs[i, j] = found._replace(transient=transient, popped=popped)
         return self._runs[i, j]
