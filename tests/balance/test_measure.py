@@ -14,9 +14,8 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-import syncpipe
 from syncpipe import NoChunk, Pipe
-from syncpipe.balance import DeviceSpec, LayerProfile, Profile, SkipProfile, estimated, profile
+from syncpipe.balance import DeviceSpec, Profile, SkipProfile, estimated, profile
 from syncpipe.balance import measure as measuring
 from syncpipe.skip import Namespace
 from tests.support.models import Fork, Join, Receive, Send
@@ -157,26 +156,26 @@ def test_what_else_runs_does_not_count_and_leaves_a_spread(monkeypatch: pytest.M
     assert busy.load_average > 0
 
 
-def test_fewer_samples_never_take_longer(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("takes", "forward", "spread"),
+    [
+        ({2: 5, 4: 3, 8: 4}, {2: 3, 4: 3, 8: 4}, 0),
+        ({2: 1, 4: 2, 8: 4}, {2: 1, 4: 2, 8: 4}, 0),
+        ({2: 1, 4: 2, 8: 4000}, {2: 1, 4: 2, 8: 4000}, pytest.approx(249, rel=1e-3)),
+    ],
+)
+def test_fewer_samples_never_take_longer_and_more_hardly_a_thousand_times_as_long(
+    takes: dict[int, float], forward: dict[int, float], spread: Any, clock: Clock,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    """That leaves a spread, also where they do so in all rounds."""
+
     def odd(x: Tensor) -> None:
-        clock.now += {2: 5, 4: 3, 8: 4}[len(x)]
+        clock.now += takes[len(x)]
 
     monkeypatch.setattr(measuring, "AGAIN", 0)
-    layers = profile(nn.Sequential(Do(odd)), torch.rand(8, 2), timeout=0.0).layers
-    assert layers[0].forward == {2: 3, 4: 3, 8: 4}
-
-
-@pytest.mark.parametrize(("slow", "spread"), [(4, 0), (4000, pytest.approx(249, rel=1e-3))])
-def test_more_samples_that_take_a_thousand_times_as_long_leave_a_spread(
-    slow: float, spread: Any, clock: Clock, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Also where they do so in all rounds; four times as long as in proportion may be right."""
-
-    def odd(x: Tensor) -> None:
-        clock.now += {2: 1, 4: 2, 8: slow}[len(x)]
-
-    monkeypatch.setattr(measuring, "AGAIN", 0)
-    assert profile(nn.Sequential(Do(odd)), torch.rand(8, 2), timeout=0.0).spread == spread
+    found = profile(nn.Sequential(Do(odd)), torch.rand(8, 2), timeout=0.0)
+    assert (found.layers[0].forward, found.spread) == (forward, spread)
 
 
 @pytest.mark.parametrize(
@@ -223,21 +222,6 @@ def test_what_is_missing_without_products_for_parameters_is_the_weight_half(cloc
     two = nn.Sequential(nn.Linear(512, 512), nn.Linear(512, 512))
     shares = [layer.weight_share for layer in estimated(two, torch.randn(64, 512), on=fast).layers]
     assert shares == [1, pytest.approx(0.5)]  # two products of one size
-
-
-def test_the_halves_of_a_plan_are_those_of_its_profile() -> None:
-    for share, how in ((0.75, ""), (None, "are estimated")):
-        numbers = {8: 1e-3}, {8: 2e-3}, {8: 10}, {8: 10}
-        layer = LayerProfile("a", *numbers, parameter_bytes=8, weight_share=share)
-        plan: Any = syncpipe.plan(
-            Profile((layer,) * 4), devices="2 x 1GB, 1GB/s", batch_size=32, chunks=4,
-            schedule="zb_h1",
-        )  # fmt: skip
-        assert how in str(plan)
-        if share is not None:
-            assert plan.simulation.costs.backward_weight == pytest.approx([0.75 * 4e-3] * 2)
-            assert plan.simulation.costs.backward_input == pytest.approx([0.25 * 4e-3] * 2)
-            assert "are estimated" not in str(plan)
 
 
 def test_time_of_the_interpreter_is_that_outside_of_operators(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-import re
 import threading
 import warnings
 from collections.abc import Callable
@@ -151,14 +150,6 @@ def test_modes_that_ctrl_c_left_on_are_taken_off() -> None:
     modules = layers()
     modules.insert(1, Do(interrupt))
     untouched(trained(*modules), KeyboardInterrupt, threads=2)
-
-
-def test_the_error_says_which_layer() -> None:
-    model = nn.Sequential(nn.Conv1d(4, 4, 1), Fails(ZeroDivisionError("by hand"), "forward"))
-    with pytest.raises(ZeroDivisionError, match="by hand") as caught:
-        profile(model, torch.rand(SHAPE), sizes=[2, 4])
-    (note,) = caught.value.__notes__
-    assert re.search(r"layer '1' \(Fails\).*2 samples.*sizes=\[2, 4\]", note)
 
 
 # --- copies -------------------------------------------------------------------------------------

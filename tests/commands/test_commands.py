@@ -200,36 +200,29 @@ def test_a_plan_of_any_kind_is_printed_saved_and_drawn(
         (None, ["--profile", "no_such_file.json"], "no_such_file.json"),
         ("missing", [], "no attribute 'missing'"),
         ("nothing", [], "is no package.module:factory of a model: it gives a int"),
-        *(
-            (name, [], f"{name!r} is no package.module:factory")
-            for name in (":nothing", ".tests:factory", "no.such.module:factory")
-        ),
-        ("broken_pair", [], "the layer's own (in layer '0' (Do)"),
+        *((name, [], f"{name!r} is no package.module:factory")
+          for name in (":nothing", ".tests:factory", "no.such.module:factory")),
+        ("broken_pair", [],
+         "own (in layer '0' (Do), profiled with a micro-batch of 2 samples; sizes=[2, 4, 8] were"),
         ("factory", [], "--sample is missing"),
-        *(
-            ("factory", ["--sample", "8x3", option, value], message)
-            for option, value, message in (
-                ("--memory", "much", "much"),
-                ("--on", "abacus", "on='abacus' is unknown"),
-                ("--efficiency", "0.3", "give --on"),
-                ("--timeout", "-1", "timeout=-1.0"),
-                ("--param-scale", "0", "param_scale=0.0: must be"),
-            )
-        ),
+        *(("factory", ["--sample", "8x3", option, value], message)
+          for option, value, message in (
+            ("--memory", "much", "much"),
+            ("--on", "abacus", "on='abacus' is unknown"),
+            ("--efficiency", "0.3", "give --on"),
+            ("--timeout", "-1", "timeout=-1.0"),
+            ("--param-scale", "0", "param_scale=0.0: must be"),
+        )),
         ("factory", ["--sample", "8x3", "--on", "H100", "--efficiency", "nan"], "nan"),
         ("ready", ["--sample", "8x3", "--schedule", "zbv"], "two stages on each device"),
-        *(
-            ("bad_layer", ["--sample", sample], "in layer '0' (Linear)")
-            for sample in ("8x3", "8", "8x5x0001x5:int64", "8x5:complex64")
-        ),
-        *(
-            ("ready", ["--sample", "8x3", f"--devices={devices}"], "devices")
-            for devices in ("", "-1", "1e400 x 16GB", "99999", "cuda:99", "cpu:0,four", "\u00b2")
-        ),
-        ("bad_layer", ["--sample", "9999999999x9999999999"], "cannot be measured with this sample"),
-        ("bad_layer", ["--sample", "8x5:float8_e4m3fn"], "cannot be measured with this sample"),
+        *(("bad_layer", ["--sample", sample], "in layer '0' (Linear)")
+          for sample in ("8x3", "8", "8x5x0001x5:int64", "8x5:complex64")),
+        *(("ready", ["--sample", "8x3", f"--devices={devices}"], "devices")
+          for devices in ("", "-1", "1e400 x 16GB", "99999", "cuda:99", "cpu:0,four", "\u00b2")),
+        *(("bad_layer", ["--sample", sample], "cannot be measured with this sample")
+          for sample in ("9999999999x9999999999", "8x5:float8_e4m3fn")),
     ],
-)
+)  # fmt: skip
 def test_what_does_not_fit_is_said_on_one_line(
     model: str | None, arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -89,11 +89,6 @@ def test_nothing_is_faster_with_fewer_stages_or_fewer_bytes(
     assert sum(r for *_, r in found) == machines
 
 
-def vgg_like() -> Profile:
-    """Work in front, parameters at the end, and little on the way between the two."""
-    return profile([40, 40, 10], [100, 1, 1], [1, 1, 400])
-
-
 # --- as a pipe runs them -------------------------------------------------------------------------
 
 
@@ -150,6 +145,7 @@ def test_what_does_not_fit_has_smaller_micro_batches() -> None:
 
 
 def test_a_mini_batch_of_fewer_samples_than_devices_leaves_replicas_without_one() -> None:
-    plan = syncpipe.plan(vgg_like(), devices="4 x 1GB, 10B/s", batch_size=2, replicas=True)
+    vgg_like = profile([40, 40, 10], [100, 1, 1], [1, 1, 400])
+    plan = syncpipe.plan(vgg_like, devices="4 x 1GB, 10B/s", batch_size=2, replicas=True)
     assert (plan.replicas, plan.chunks) == ([3, 1], 2)
     assert plan.bound <= plan.step_time

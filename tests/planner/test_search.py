@@ -29,7 +29,7 @@ KINDS = ("tight", "tight, slow links", "tight, unlike devices", "prime mini-batc
 
 
 @st.composite
-def profiles(draw: st.DrawFn, skips: bool = True, most: int = 6) -> Profile:
+def profiles(draw: st.DrawFn, most: int = 6) -> Profile:
     """Measured with 4 samples, and everything in proportion."""
     count = draw(st.integers(1, most))
 
@@ -44,15 +44,15 @@ def profiles(draw: st.DrawFn, skips: bool = True, most: int = 6) -> Profile:
         layers.append(
             LayerProfile(str(k), number(), number(), number(), stored, shared, parameters)
         )
-    pairs = [(a, b) for a in range(count) for b in range(a + 1, count)] if skips else []
+    pairs = [(a, b) for a in range(count) for b in range(a + 1, count)]
     chosen = draw(st.lists(st.sampled_from(pairs), max_size=2)) if pairs else []
     return Profile(tuple(layers), tuple(SkipProfile("s", a, b, number()) for a, b in chosen))
 
 
 @st.composite
-def machines(draw: st.DrawFn, limited: bool = True) -> Machine:
+def machines(draw: st.DrawFn) -> Machine:
     n = draw(st.integers(1, 4))
-    limits = st.sampled_from([5.0, 10.0, 20.0, 40.0, 80.0] if limited else [math.inf])
+    limits = st.sampled_from([5.0, 10.0, 20.0, 40.0, 80.0])
     memory = (draw(limits),) * n if draw(st.booleans()) else [draw(limits) for _ in range(n)]
     bandwidth = draw(st.sampled_from([0.5, 2.0, 8.0, math.inf]))
     return Machine(tuple(memory), Machine.even(n, 1.0, bandwidth).bandwidth)
@@ -66,10 +66,6 @@ def best(profile: Profile, machine: Machine, batch: int, scale: float = 4.0, **c
 def balances(length: int, n: int) -> Iterator[tuple[int, ...]]:
     for ends in combinations(range(1, length), n - 1):
         yield tuple(j - i for i, j in pairwise((0, *ends, length)))
-
-
-def divisors(batch_size: int) -> list[int]:
-    return [m for m in range(1, batch_size + 1) if batch_size % m == 0]
 
 
 # --- against brute force ------------------------------------------------------------------------
@@ -226,7 +222,7 @@ def test_what_is_found_fits_and_a_shortage_comes_nearest_and_its_advice_is_right
     assert said
     nearest = excess([*map(int, said[1].split(", "))], int(said[2]))
     ns = range(1, min(len(machine), len(profile.layers)) + 1)
-    every = (excess(cut, m) for m in divisors(batch) for n in ns
+    every = (excess(cut, m) for m in range(1, batch + 1) if batch % m == 0 for n in ns
              for cut in balances(len(profile.layers), n))  # fmt: skip
     assert nearest == pytest.approx(min(every), rel=1e-3)
     more = [nearest * 1.001 * limit for limit in machine.memory]

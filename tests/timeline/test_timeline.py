@@ -49,13 +49,8 @@ def simulated(name: str = "1f1b", m: int = 8, p: int = 4, each: int = 1) -> Time
 # --- what can be asked --------------------------------------------------------------------------
 
 
-def test_steps() -> None:
-    """The time between steps is nobody's."""
-    timeline = two_steps()
-    assert timeline.windows == ((1.0, 5.0), (100.0, 102.0))
-    assert (timeline.makespan, timeline.busy) == (101, (5, 4))
-    assert timeline.bubble == pytest.approx(1 - 9 / 12)
-    # Steps that overlap, as when two outputs wait for their backward: time in common counts once.
+def test_time_that_steps_have_in_common_counts_once() -> None:
+    """As when two outputs wait for their backward."""
     numbers = [(0, "forward"), (1, "forward"), (1, "backward"), (0, "backward")]
     spans = [Span(kind, 0, 0, 0, t, t + 1, step=step) for t, (step, kind) in enumerate(numbers)]
     assert Timeline(spans, ["cpu"]).bubble == 0
@@ -288,7 +283,7 @@ def test_memory_is_what_the_schedule_says(name: str) -> None:
     assert not [text for text in said if "memory" in text]
 
 
-def test_compare(tmp_path: Path) -> None:
+def test_compare() -> None:
     pytest.importorskip("matplotlib")
     costs = Costs.even(4)
     timelines = {
@@ -303,9 +298,6 @@ def test_compare(tmp_path: Path) -> None:
     scaled = compare({**timelines, "measured": two_steps()}, scale=True)
     assert scaled.axes[0].get_xlim() == (0, 100)
     assert "time (% of the makespan)" in texts(scaled)
-    for name in ("both.svg", "both.png"):
-        compare(timelines, scale=True).savefig(tmp_path / name)
-        assert (tmp_path / name).stat().st_size > 0
     late = [replace(span, start=span.start + 50, end=span.end + 50) for span in TWO_STEPS]
     figure = compare({"a": two_steps(), "b": Timeline(late, GPUS, "ms")})
     assert figure.axes[0].get_xlim() == (0, 101)  # each from its first start

@@ -168,4 +168,8 @@ def assert_as_in_the_papers(
         for b, (x, _) in enumerate(data)
         for _ in x.chunk(chunks)
     ]
+    ahead = [math.ceil(sum(replicas[j:]) / replicas[j]) for j in range(n)]
+    kept = {"stashing": ahead, "vertical_sync": [ahead[0]] * n, "2bw": [2] * n}[versions]
+    assert all(map(int.__le__, found.kept, kept))
+    assert list(found.kept) == kept or len(data) <= 2 * sum(replicas)
     return found
