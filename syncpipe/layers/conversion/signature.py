@@ -76,6 +76,7 @@ class Signature:
             if (
                 isinstance(value, (list, tuple))
                 and value
+                and self.parameters.parameters[name].kind is not inspect.Parameter.VAR_POSITIONAL
                 and all(isinstance(v, Tensor) and v.dim() == 3 and len(v) in (1, 3) for v in value)
             ):
                 raise ValueError(

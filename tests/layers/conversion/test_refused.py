@@ -257,3 +257,8 @@ def test_few_runs_are_needed():
     assert len(layers) == 100
     assert len(runs) <= 20
     layers(x := torch.rand(2, 7, 4), x)
+
+
+def test_one_tensor_among_any_number_of_arguments_is_no_list_of_images():
+    model = does(lambda m, *inputs: m.b(m.a(inputs[0])))()
+    assert len(sequential(model, torch.randn(3, 5, 4))) == 2
