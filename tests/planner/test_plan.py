@@ -246,10 +246,12 @@ def test_what_is_said_for_which_plan() -> None:
     unsure = planned(profile_of([3] * 8, device="cpu", **measured))
     slow = planned(profile_of([3] * 8, device="cpu", source="measured", load_average=1e4))
     far = planned(profile_of([3] * 8, device="A100", source="estimated"))
+    part = Profile((replace(profile_of([1], parameters=100).layers[0], frozen_bytes=40),))
     small, large = (
-        planned(profile_of([1], parameters=60), f"1 x {room}B, 1GB/s", batch_size=1, param_scale=2)
-        for room in (125_150, 126_000)
+        planned(part, f"1 x {room}B, 1GB/s", batch_size=1, param_scale=2)
+        for room in (125_190, 126_000)
     )
+    assert small.stages[0].gradients == large.stages[0].gradients == 60
     assert "too much" not in str(large)
     said: tuple[tuple[Plan, tuple[str, ...]], ...] = (
         (small, ("too much for device 0",)),

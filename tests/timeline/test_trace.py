@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import json
 import pickle
 import threading
 import time
@@ -145,7 +146,7 @@ def test_what_was_done_before_a_failure_is_there_and_the_trace_ends():
         pass
 
 
-def test_a_trace_does_not_change_the_result_and_draws_itself():
+def test_a_trace_does_not_change_the_result_and_draws_itself(tmp_path):
     results = []
     for traced in (False, True):
         pipe = make(checkpoint="always")
@@ -156,6 +157,9 @@ def test_a_trace_does_not_change_the_result_and_draws_itself():
             F.mse_loss(pipe(x), t).backward()
         results.append([p.grad for p in pipe.parameters()])
     assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+    trace.save(tmp_path / "step.json")
+    events = json.loads((tmp_path / "step.json").read_text())["traceEvents"]
+    assert sum(event["ph"] == "X" for event in events) == len(trace.spans)
     assert trace.costs.forward == Timeline(trace.spans, trace.rows).costs.forward
     pytest.importorskip("matplotlib")
     svg = trace._repr_svg_()
