@@ -372,7 +372,8 @@ def measure_memory(device: torch.device) -> float:
 def measure_bandwidth(source: torch.device, target: torch.device) -> float:
     """Bytes per second from one device to another, one of them an accelerator.
 
-    The median of a few copies of 64 MB, made as a pipe makes them and timed by the device.
+    The median of a few copies, made as a pipe makes them and timed by the device: of 64 MB, or of
+    an eighth of what is free, where that is less.
 
     Raises:
         ValueError: between these two nothing can be copied.
@@ -384,8 +385,12 @@ def measure_bandwidth(source: torch.device, target: torch.device) -> float:
         )
     streams = AcceleratorStreams(accelerator)
     stream = streams.current()
+    size = _COPY_BYTES
+    with suppress(ValueError):
+        free = (measure_memory(place) for place in (source, target) if place.type != "cpu")
+        size = max(1, int(min(size, *(memory / 8 for memory in free))))
     # Written to once: memory that nobody has touched may not be there yet.
-    given, taken = (torch.ones(_COPY_BYTES, dtype=torch.uint8, device=d) for d in (source, target))
+    given, taken = (torch.ones(size, dtype=torch.uint8, device=d) for d in (source, target))
     times = []
     with streams.use(stream):
         for _ in range(1 + _ROUNDS):
@@ -394,7 +399,7 @@ def measure_bandwidth(source: torch.device, target: torch.device) -> float:
             end = streams.stamp(stream)
             end.synchronize()
             times.append(start.elapsed_time(end) / 1e3)
-    return _COPY_BYTES / max(median(times[1:]), 1e-9)  # the first one opened the way
+    return size / max(median(times[1:]), 1e-9)  # the first one opened the way
 
 
 @cache
