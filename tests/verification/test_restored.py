@@ -112,8 +112,6 @@ def test_hooks_that_count_do_not_and_neither_does_a_grad_mode() -> None:
     assert len(calls) == len(list(pipe.parameters()))
 
 
-# A destructor, or the callback of a weak reference, cannot pass an exception on.
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 def test_the_first_call_after_it_is_the_first_call() -> None:
     pipe = Pipe(nn.Sequential(nn.GRU(4, 4), FIRST), [1, 1], devices=["cpu:0", "cpu:1"], chunks=2)
     x = torch.rand(10, 6, 4)
@@ -124,6 +122,8 @@ def test_the_first_call_after_it_is_the_first_call() -> None:
         pipe(x)
 
 
+# A destructor, or the callback of a weak reference, cannot pass an exception on.
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 def test_ctrl_c_at_any_place() -> None:
     pipe, (x, y) = a_pipe(), batch(8)
     check = partial(verify, pipe, x, y, loss_fn=F.cross_entropy, schedules=["gpipe"])
