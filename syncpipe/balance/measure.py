@@ -45,6 +45,7 @@ from syncpipe.data import (
     scatter,
     tensors_in,
     unflatten,
+    unwrapped,
 )
 from syncpipe.layers.listing import Layers, as_sequential, on_meta
 from syncpipe.layers.unpack import Unpacked, call_note, unpacks
@@ -177,8 +178,7 @@ def _place(
     module: nn.Module, sample: Any, device: torch.device | str | int | None
 ) -> tuple[torch.device | None, torch.device, list[torch.device]]:
     """Where layers are profiled, None for each where it is, or would be; and all the devices."""
-    leaves = [leaf.tensor if isinstance(leaf, NoChunk) else leaf for leaf in flatten(sample)[0]]
-    given = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+    given = tensors_in(unwrapped(sample)[0])
     tensors = [*module.parameters(), *module.buffers(), *given]
     if any(isinstance(tensor, FakeTensor) for tensor in tensors):
         raise ValueError(
@@ -204,7 +204,7 @@ def _place(
 def samples_in(sample: Any) -> int:
     """The length of the first tensor that is cut into micro-batches; 1 if there is none."""
     scatter(sample, 1)  # refuses what a pipe refuses
-    samples = next((len(leaf) for leaf in flatten(sample)[0] if isinstance(leaf, Tensor)), 1)
+    _, samples = unwrapped(sample)
     if samples == 0:
         raise ValueError("the sample has no samples in it: dimension 0 has length 0")
     return samples
@@ -228,8 +228,7 @@ def _sizes(samples: int, sizes: Iterable[int] | None) -> list[int]:
 
 def resized(sample: Any, size: int, device: torch.device | None = None) -> Any:
     """So many samples in memory of their own, those of another batch again and again."""
-    leaves, spec = flatten(sample)
-    samples = next((len(leaf) for leaf in leaves if isinstance(leaf, Tensor) and leaf.dim()), 1)
+    (leaves, spec), (_, samples) = flatten(sample), unwrapped(sample)
     made: dict[int, Any] = {}
     for leaf in leaves:
         if isinstance(leaf, NoChunk):
@@ -499,9 +498,7 @@ class _Profiler:
     def _run(self, bar: Any) -> Profile:
         self._deadline = clock.monotonic() + self._seconds
         for size in self._sizes:
-            leaves, spec = flatten(resized(self._sample, size, self._device))
-            whole = [leaf.tensor if isinstance(leaf, NoChunk) else leaf for leaf in leaves]
-            self._values[size] = unflatten(whole, spec)
+            self._values[size], _ = unwrapped(resized(self._sample, size, self._device))
         given = {size: size_of(value) for size, value in self._values.items()}
         found: list[dict[str, Any]] = []  # what a LayerProfile is made of
         window: list[list[_Visit]] = []
