@@ -28,7 +28,6 @@ from tests.accelerators.four import (
     trained,
     weighted,
 )
-from tests.fuzz.layers import OwnStream
 from tests.support import accelerator as acc
 from tests.support.running import Residual
 from tests.support.skips import Receive, Send
@@ -139,24 +138,6 @@ def test_an_optimizer_and_a_scaler(layout, how):
             assert scaler.get_scale() == (8 if k >= 2 else 16)
         found.append([p.detach().cpu() for p in pipe.parameters()])
     torch.testing.assert_close(*found, rtol=1e-4, atol=1e-5)
-
-
-@pytest.mark.parametrize("schedule", ["1f1b", "zb_h1", "zb_h2"])
-def test_weight_gradients_of_a_layer_with_a_stream_of_its_own(schedule):
-    plain = nn.Sequential(
-        nn.Linear(WIDTH, WIDTH),
-        OwnStream(nn.Linear(WIDTH, WIDTH)),
-        Residual(WIDTH),
-        nn.Linear(WIDTH, WIDTH),
-    ).double()
-    x = torch.randn(6, WIDTH, dtype=torch.float64)
-    (plain(x) ** 2).mean().backward()
-    wanted = [p.grad for p in plain.parameters()]
-    devices = [acc.device(0), acc.device(1)]
-    pipe = Pipe(copy.deepcopy(plain), [3, 1], devices=devices, chunks=3, checkpoint="never")
-    pipe.zero_grad()
-    pipe.train_batch(x.to(devices[0]), loss_fn=lambda y: (y**2).mean(), schedule=schedule)
-    assert_close([p.grad for p in pipe.parameters()], wanted)
 
 
 @pytest.mark.parametrize("how", ["pipe(x)", "naive", "gpipe", "1f1b", "interleaved_1f1b", "zb_h1"])

@@ -15,7 +15,7 @@ from syncpipe import Pipe
 from syncpipe.runtime import offload
 from tests import simulated
 from tests.accelerators.four import LAYOUTS, WIDTH, trained
-from tests.fuzz.layers import OwnStream
+from tests.fuzz.models import OwnStream
 from tests.support import accelerator as acc
 from tests.support.running import Do, on_gradient, raising
 

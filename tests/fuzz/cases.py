@@ -6,7 +6,7 @@ import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from typing import Any
 
 import torch
@@ -89,8 +89,10 @@ class Case:
 
     @property
     def workers(self) -> Sequence[int]:
-        """For each replica of each stage its worker."""
-        return range(sum(self.replicas)) if self.copied else self.devices
+        """For each replica of each stage its worker; stages on one device have them in common."""
+        count = dict(zip(self.devices, self.replicas, strict=True))
+        first = [0, *accumulate(count[d] for d in sorted(count))]
+        return [first[d] + k for d in self.devices for k in range(count[d])]
 
     def pipe(self) -> Pipe:
         """The pipe on CPU workers."""
@@ -125,11 +127,11 @@ def drawn_case(
     else:
         devices = [chance.randrange(workers) for _ in range(stages)]
     devices = [list(dict.fromkeys(devices)).index(k) for k in devices]
-    has_copies &= len({*devices}) == stages
     stage_of = [j for j, (a, b) in enumerate(pairwise(edges)) for _ in range(b - a)]
     ties = [{stage_of[first], stage_of[second]} for first, second, _ in model.ties]
-    alone = {j for tie in ties if len(tie) > 1 for j in tie} if has_copies else {*range(stages)}
-    replicas = [1 if j in alone else chance.randint(1, 3) for j in range(stages)]
+    alone = {devices[j] for tie in ties if len(tie) > 1 for j in tie} if has_copies else {*devices}
+    copies = [1 if d in alone else chance.randint(1, 3) for d in range(max(devices) + 1)]
+    replicas = [copies[d] for d in devices]
     # PyTorch refuses to write into what a policy has saved, and operations that are other ones.
     refused = any(KINDS[kind].inplace or kind == "late" for kind in model.layers)
     selective = [] if refused else [Selective(_SAVED)]

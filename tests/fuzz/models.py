@@ -1,12 +1,14 @@
 """Random models, of layers that are hard on a pipe: what they do in place, hand on, hook and hide.
 
-A model is drawn by a :class:`random.Random`, which hypothesis has, too. Only models are drawn that
-the plain ``nn.Sequential`` can train, and whose gradients it sums in one order.
+Each layer takes a tensor, or the dict that Fork or Twice makes, and works on its "x". A model is
+drawn by a :class:`random.Random`, which hypothesis has, too. Only models are drawn that the plain
+``nn.Sequential`` can train, and whose gradients it sums in one order.
 """
 
 from __future__ import annotations
 
 import random
+import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, takewhile
@@ -16,29 +18,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.utils.parametrizations import spectral_norm, weight_norm
+from torch.utils.checkpoint import checkpoint
 
+from syncpipe import Pipe, is_recomputing
+from syncpipe.runtime.streams import AcceleratorStreams
 from syncpipe.skip import Namespace
-from tests.fuzz.layers import (
-    Autocast,
-    Checkpointed,
-    Dawdle,
-    Embed,
-    Hidden,
-    OwnStream,
-    ParameterViews,
-    Plus,
-    Seldom,
-    Slope,
-    Some,
-    Stateful,
-    TensorHook,
-    Weighs,
-    closure,
-    fork_rng,
-    on_current_device,
-    piped,
-    sign,
-)
 from tests.support.models import (
     CHANNELS,
     LENGTH,
@@ -50,7 +34,7 @@ from tests.support.models import (
     Noise,
     Receive,
     Send,
-    Tied,
+    on_x,
     tie,
 )
 from tests.support.running import Do, Residual, Using
@@ -66,8 +50,92 @@ def _using(function: Callable[..., Tensor], *layers: nn.Module) -> nn.Module:
     return Inner(Using(function, *layers))
 
 
+# --- parameters, and leaves that are none --------------------------------------------------------
+
+
+def _near(leaf: Tensor, x: Tensor) -> Tensor:
+    """A leaf where the layer is; a pipe moves only those that it knows."""
+    return leaf if leaf.device == x.device else leaf.to(x.device)
+
+
+class Weights(nn.Module):
+    """A function of "x" and of parameters of these shapes, which may be in a plain list."""
+
+    def __init__(
+        self, function: Callable[..., Tensor], *shapes: tuple[int, ...], hidden: bool = False
+    ) -> None:
+        super().__init__()
+        weights = [nn.Parameter(torch.randn(shape)) for shape in shapes]
+        self.function, self.weights = function, weights if hidden else nn.ParameterList(weights)
+
+    def forward(self, value: Any) -> Any:
+        return on_x(lambda x: self.function(x, *[_near(w, x) for w in self.weights]), value)
+
+
+def _closure() -> nn.Module:
+    """A leaf that only a function knows; of one sample it gets the very gradient of the input."""
+    leaf = torch.randn(CHANNELS, LENGTH, requires_grad=True)
+    layer = Inner(lambda x: x + _near(leaf, x).view(1, CHANNELS, LENGTH))
+    layer.leaf = lambda: leaf
+    return layer
+
+
+def _is_positive(x: Tensor) -> bool:
+    return bool(x.detach()[0, 0, 0] > 0)
+
+
+class Weighs(nn.Module):
+    """From a tensor to a tree with a parameter itself in it, as learned queries are."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.rand(LENGTH) + 1)
+
+    def forward(self, x: Tensor) -> dict[str, Any]:
+        return {"x": x, "weight": self.weight}
+
+
+def _tied() -> nn.Module:
+    """Two linear layers with one weight, the first of them used twice."""
+    first, second = _linear(), nn.Linear(LENGTH, LENGTH, bias=False)
+    second.weight = first.weight
+    return _using(lambda x, a, b: a(b(a(x).tanh())), first, second)
+
+
+def _embed(x: Tensor, table: nn.Module) -> Tensor:
+    """Adds what an embedding has for the signs of the input."""
+    return x + table((x.detach()[..., 0] > 0).long())
+
+
 def _frozen() -> nn.Module:
     return Known(_linear()).requires_grad_(False)
+
+
+# --- state ---------------------------------------------------------------------------------------
+
+
+class Stateful(nn.Module):
+    """Its output depends on a buffer, which its forwards change in training.
+
+    Args:
+        change: changes it, by the mean of the input.
+        late: only in some later forward for the first time.
+    """
+
+    def __init__(self, change: Callable[[Any, Tensor], Any], late: bool = False) -> None:
+        super().__init__()
+        self.change, self.wait = change, int(torch.randint(5, ())) if late else 0
+        self.register_buffer("state", torch.ones(LENGTH))
+
+    def forward(self, value: Any) -> Any:
+        return on_x(self._act, value)
+
+    def _act(self, x: Tensor) -> Tensor:
+        y = x * self.state.clone()
+        self.wait -= not is_recomputing()
+        if self.training and self.wait < 0:
+            self.change(self, x.detach().mean((0, 1)))
+        return y
 
 
 def _two_counters() -> nn.Module:
@@ -75,6 +143,31 @@ def _two_counters() -> nn.Module:
     first, second = Counter(), Counter()
     second.scale = first.scale
     return nn.Sequential(first, second)
+
+
+# --- hooks ---------------------------------------------------------------------------------------
+
+
+def _tensor_hook(hook: Callable[[Tensor], Any], factor: float = 1.5) -> nn.Module:
+    """Changes the gradient of an activation of its own."""
+
+    def act(x: Tensor) -> Tensor:
+        y = x * factor
+        if y.requires_grad:
+            y.register_hook(hook)
+        return y
+
+    return Inner(act)
+
+
+def dawdling(seed: int = 0) -> nn.Module:
+    """Takes a different, short time at each call, forward and backward."""
+    delays = random.Random(seed)
+
+    def wait(*_: Any) -> None:
+        time.sleep(delays.random() * 4e-4)
+
+    return nn.Sequential(Do(wait), _tensor_hook(wait, 1))
 
 
 def _hooked(register: str, hook: Callable[..., Any]) -> Callable[[], nn.Module]:
@@ -109,6 +202,13 @@ def _noisy(grad: Tensor) -> Tensor:
     return grad + torch.randn_like(grad)
 
 
+def _doubled(grads: Sequence[Tensor | None]) -> tuple[Tensor | None, ...]:
+    return tuple(None if grad is None else grad * 2 for grad in grads)
+
+
+# --- in place -------------------------------------------------------------------------------------
+
+
 def _repair(x: Tensor) -> Tensor:
     """Writes into its input only where that is needed, often in a later call only."""
     return x.clamp_(-2, 2) if x.detach().abs().max() > 2 else x
@@ -124,6 +224,86 @@ def _own_forward() -> nn.Module:
 def _add_to_first(x: Tensor) -> Tensor:
     x[..., 0] += 1.0
     return x
+
+
+# --- in forward: autograd, autocast, streams, pipes, generators ----------------------------------
+
+
+def _slope(*layers: nn.Module) -> nn.Module:
+    """The gradient of a scalar network: autograd inside of forward, as in energy models."""
+
+    def act(x: Tensor, net: nn.Module) -> Tensor:
+        if not torch.is_grad_enabled():
+            return x * 1
+        with torch.enable_grad():
+            # (Not of its input itself, which may have a hook of the layer before.)
+            x = x.clone() if x.requires_grad else x.detach().requires_grad_()
+            return torch.autograd.grad(net(x).square().sum(), x, create_graph=True)[0]
+
+    return _using(act, nn.Sequential(_linear(), *layers, nn.Tanh()))
+
+
+def _checkpointed(reentrant: bool, *layers: nn.Module) -> nn.Module:
+    """Re-materializes a part of itself."""
+    return _using(
+        lambda x, inner: checkpoint(inner, x, use_reentrant=reentrant),
+        nn.Sequential(_linear(), nn.Tanh(), *layers),
+    )
+
+
+def _autocast(enabled: bool) -> nn.Module:
+    """A linear layer under an autocast of its own, or without that of the caller."""
+
+    def act(x: Tensor, linear: nn.Module) -> Tensor:
+        with torch.autocast("cpu", torch.bfloat16, enabled=enabled):
+            y: Tensor = linear(x.float())
+            return y.float()
+
+    return _using(act, _linear())
+
+
+def _on_current_device(x: Tensor) -> Tensor:
+    """Makes a tensor on the current device, as layers with kernels of their own do."""
+    here = torch.accelerator.current_accelerator() if x.device.type != "cpu" else "cpu"
+    return x * torch.full((), 2.0, dtype=x.dtype, device=here)
+
+
+class OwnStream(nn.Module):
+    """Runs a module on a stream of its own."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+        self.stream: Any = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        if x.device.type == "cpu":
+            y: Tensor = self.inner(x)
+            return y
+        here = torch.accelerator.current_stream(x.device)
+        self.stream = self.stream or torch.Stream(device=x.device)
+        self.stream.wait_stream(here)
+        x.record_stream(self.stream)
+        with AcceleratorStreams(x.device).use(self.stream):
+            y = self.inner(x)
+        here.wait_stream(self.stream)
+        y.record_stream(here)
+        return y
+
+
+def _piped(*layers: nn.Module) -> nn.Module:
+    """A pipe of two stages inside of a layer."""
+    devices = ["cpu:0", "cpu:1"]
+    return Inner(
+        Pipe(nn.Sequential(_linear(), *layers), [1, len(layers)], devices=devices, chunks=2)
+    )
+
+
+def _fork_rng(x: Tensor) -> Tensor:
+    """Draws from the global generator, and puts it back."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(7)
+        return x * torch.rand(LENGTH).to(x)
 
 
 @dataclass(frozen=True)
@@ -162,8 +342,8 @@ KINDS: dict[str, Kind] = {
     "gelu": Kind(lambda: Known(nn.GELU())),
     "frozen": Kind(_frozen),
     "data_parallel": Kind(lambda: Inner(nn.DataParallel(_linear())), cpu=True),
-    "tied": Kind(Tied),
-    "seldom": Kind(Seldom),
+    "tied": Kind(_tied),
+    "seldom": Kind(lambda: Weights(lambda x, w: x * w if _is_positive(x) else x * 2, (LENGTH,))),
     "attention": Kind(
         lambda: Known(nn.TransformerEncoderLayer(LENGTH, 1, 4, 0.0, batch_first=True)),
         once=False,
@@ -174,9 +354,9 @@ KINDS: dict[str, Kind] = {
         once=False,
         cpu=True,
     ),
-    "slope": Kind(Slope, once=False),
+    "slope": Kind(_slope, once=False),
     "pipe": Kind(
-        lambda: piped(nn.BatchNorm1d(CHANNELS), nn.Tanh()), stores=True, counts=True, cpu=True
+        lambda: _piped(nn.BatchNorm1d(CHANNELS), nn.Tanh()), stores=True, counts=True, cpu=True
     ),
     "buffer": Kind(lambda: Stateful(lambda layer, x: None)),
     "counter": Kind(Counter, counts=True),
@@ -197,21 +377,48 @@ KINDS: dict[str, Kind] = {
     ),
     "spectral_norm": Kind(lambda: Known(spectral_norm(_linear())), counts=True),
     "weight_norm": Kind(lambda: Known(weight_norm(_linear()))),
-    "autocast": Kind(lambda: Autocast(True), cpu=True),
-    "full_precision": Kind(lambda: Autocast(False), cpu=True),
+    "autocast": Kind(lambda: _autocast(True), cpu=True),
+    "full_precision": Kind(lambda: _autocast(False), cpu=True),
     "residual": Kind(lambda: Inner(Residual(LENGTH)), once=False),
-    "hidden": Kind(Hidden),
-    "both": Kind(lambda: Some(lambda x: slice(None))),
-    "either": Kind(lambda: Some(sign)),
-    "closure": Kind(closure),
-    "parameter_views": Kind(ParameterViews),
-    "plus": Kind(Plus),
-    "embedding": Kind(Embed, once=False),
-    "embedding_max_norm": Kind(lambda: Embed(0.5), once=False, counts=True),
+    "hidden": Kind(  # used whole, and by views
+        lambda: Weights(
+            lambda x, bias, scale: x * scale + bias.view(1, CHANNELS, LENGTH),
+            (CHANNELS * LENGTH,),
+            (1,),
+            hidden=True,
+        )
+    ),
+    "both": Kind(  # their first gradients are one
+        lambda: Weights(
+            lambda x, a, b: x * (a.view(LENGTH) + b.view(LENGTH)),
+            (LENGTH,),
+            (LENGTH,),
+            hidden=True,
+        )
+    ),
+    "either": Kind(
+        lambda: Weights(
+            lambda x, a, b: x * (b if _is_positive(x) else a), (LENGTH,), (LENGTH,), hidden=True
+        )
+    ),
+    "closure": Kind(_closure),
+    "parameter_views": Kind(
+        lambda: Weights(lambda x, w: x * w[:, 0] + w[:, 1:].t(), (LENGTH, CHANNELS + 1))
+    ),
+    "plus": Kind(  # of the shape of its input: both get the very same gradient
+        lambda: Weights(
+            lambda x, *of_sizes: x + of_sizes[len(x) - 1],
+            *[(size, CHANNELS, LENGTH) for size in range(1, 10)],
+        )
+    ),
+    "embedding": Kind(lambda: _using(_embed, nn.Embedding(2, LENGTH)), once=False),
+    "embedding_max_norm": Kind(
+        lambda: _using(_embed, nn.Embedding(2, LENGTH, max_norm=0.5)), once=False, counts=True
+    ),
     "expand": Kind(lambda: Inner(lambda x: x.mean(1, True).expand(-1, CHANNELS, -1)), stores=True),
     "transposed": Kind(lambda: Inner(lambda x: (x * 2).mT.contiguous().mT)),
-    "dawdle": Kind(Dawdle, stores=True),
-    "current_device": Kind(lambda: Inner(on_current_device)),
+    "dawdle": Kind(dawdling, stores=True),
+    "current_device": Kind(lambda: Inner(_on_current_device)),
     "own_stream": Kind(lambda: Inner(OwnStream(_linear()))),
     "detached": Kind(lambda: Inner(lambda x: x.detach() * 2)),
     # handed on
@@ -228,10 +435,10 @@ KINDS: dict[str, Kind] = {
     "repair": Kind(lambda: Inner(_repair), inplace=True, passes=True),
     "own_forward": Kind(_own_forward, inplace=True, passes=True),
     # part of themselves again
-    "checkpoint": Kind(lambda: Checkpointed(reentrant=False, dropout=False), stores=True),
-    "reentrant": Kind(lambda: Checkpointed(reentrant=True, dropout=False), stores=True),
+    "checkpoint": Kind(lambda: _checkpointed(False), stores=True),
+    "reentrant": Kind(lambda: _checkpointed(True), stores=True),
     # hooks
-    "tensor_hook": Kind(lambda: TensorHook(lambda grad: grad * 0.75), stores=True),
+    "tensor_hook": Kind(lambda: _tensor_hook(lambda grad: grad * 0.75), stores=True),
     "parameter_hook": Kind(_parameter_hook(lambda grad: grad * 0.5)),
     "forward_hook": Kind(_hooked("register_forward_hook", lambda m, x, y: y * 1.25)),
     "forward_pre_hook": Kind(_hooked("register_forward_pre_hook", lambda m, x: (x[0] * 0.5,))),
@@ -259,18 +466,18 @@ KINDS: dict[str, Kind] = {
         once=False,
     ),
     "noise": Kind(Noise, passes=True, draws=True),
-    "fork_rng": Kind(lambda: Inner(fork_rng), draws=True, cpu=True),
+    "fork_rng": Kind(lambda: Inner(_fork_rng), draws=True, cpu=True),
     "checkpoint_dropout": Kind(
-        lambda: Checkpointed(reentrant=False, dropout=True), stores=True, draws=True
+        lambda: _checkpointed(False, nn.Dropout(0.4)), stores=True, draws=True
     ),
     "reentrant_dropout": Kind(
-        lambda: Checkpointed(reentrant=True, dropout=True), stores=True, draws=True
+        lambda: _checkpointed(True, nn.Dropout(0.4)), stores=True, draws=True
     ),
-    "slope_dropout": Kind(lambda: Slope(nn.Dropout(0.4)), once=False, draws=True),
-    "pipe_dropout": Kind(lambda: piped(nn.Dropout(0.4)), draws=True),
-    "noisy_hook": Kind(lambda: TensorHook(_noisy), stores=True, draws=True),
+    "slope_dropout": Kind(lambda: _slope(nn.Dropout(0.4)), once=False, draws=True),
+    "pipe_dropout": Kind(lambda: _piped(nn.Dropout(0.4)), draws=True),
+    "noisy_hook": Kind(lambda: _tensor_hook(_noisy), stores=True, draws=True),
     "noisy_parameter_hook": Kind(_parameter_hook(_noisy), draws=True),
-    "fork_rng_hook": Kind(lambda: TensorHook(_forked), stores=True, draws=True),
+    "fork_rng_hook": Kind(lambda: _tensor_hook(_forked), stores=True, draws=True),
     # from a tensor to a tree, and back
     "fork": Kind(Fork, once=False),
     "join": Kind(Join),
@@ -288,10 +495,6 @@ KINDS: dict[str, Kind] = {
 }
 _ENDS = {"fork": ("join", "part"), "twice": ("meet", "part"), "weighs": ("weighed", "part")}
 _ALL_ENDS = {*sum(_ENDS.values(), ())}
-
-
-def _doubled(grads: Sequence[Tensor | None]) -> tuple[Tensor | None, ...]:
-    return tuple(None if grad is None else grad * 2 for grad in grads)
 
 
 @dataclass(frozen=True)
@@ -404,7 +607,7 @@ def leaves(model: nn.Module) -> dict[str, Tensor]:
     """All leaves of a model, by name, whether modules know them or not."""
     found = dict(model.named_parameters())
     for name, layer in model.named_modules():
-        if isinstance(layer, Hidden):
+        if isinstance(getattr(layer, "weights", None), list):
             found |= {f"{name}.{k}": weight for k, weight in enumerate(layer.weights)}
         elif hasattr(layer, "leaf"):
             found[f"{name}.leaf"] = layer.leaf()

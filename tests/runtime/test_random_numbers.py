@@ -15,7 +15,7 @@ from torch.nn import functional as F
 from syncpipe import is_recomputing
 from syncpipe.runtime.random_numbers import _cell_seed
 from syncpipe.state import sandboxed
-from tests.fuzz.layers import Dawdle
+from tests.fuzz.models import dawdling
 from tests.support.running import (
     MODES,
     Do,
@@ -59,7 +59,7 @@ class Remember(nn.Module):
 
     def __init__(self, draws=lambda i: True):
         super().__init__()
-        self.draws, self.slow, self.drawn = draws, Dawdle(6), {}
+        self.draws, self.slow, self.drawn = draws, dawdling(6), {}
 
     def forward(self, x):
         i = int(x.detach()[0, 0])
@@ -134,7 +134,7 @@ class Starts(nn.Linear):
 
     def __init__(self):
         super().__init__(6, 6)
-        self.calls, self.slow = 0, Dawdle(7)
+        self.calls, self.slow = 0, dawdling(7)
 
     def forward(self, x):
         y = super().forward(self.slow(x))
@@ -187,7 +187,7 @@ def test_beside_a_thread_that_draws_masks_are_the_same_or_the_call_is_refused(mo
 
 @pytest.mark.parametrize("mode", MODES)
 def test_a_thread_that_draws_is_no_reason_for_an_error(mode):
-    layers = nn.Sequential(*(nn.Sequential(nn.Linear(6, 6), Dawdle(j)) for j in range(4)))
+    layers = nn.Sequential(*(nn.Sequential(nn.Linear(6, 6), dawdling(j)) for j in range(4)))
     pipe = pipe_of(layers, checkpoint=mode, chunks=8)
     expected = trained(pipe, pipe, X)
     with drawing():

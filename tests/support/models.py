@@ -45,19 +45,6 @@ class Known(Inner):
     __module__ = "torch.nn.modules.inner"
 
 
-class Tied(nn.Module):
-    """Two linear layers with one weight, the first of them used twice."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.a = nn.Linear(LENGTH, LENGTH)
-        self.b = nn.Linear(LENGTH, LENGTH, bias=False)
-        self.b.weight = self.a.weight
-
-    def forward(self, value: Any) -> Any:
-        return on_x(lambda x: self.a(self.b(self.a(x).tanh())), value)
-
-
 class Counter(nn.Module):
     """Reads and changes a buffer in each forward, as spectral norm does."""
 

@@ -10,13 +10,13 @@ import torch
 from torch import Tensor, nn
 
 from syncpipe import Pipe
-from tests.fuzz.layers import Dawdle
+from tests.fuzz.models import dawdling
 from tests.support.running import Do, in_threads, pipe_of, raising
 from tests.support.watched import Memory, alive
 
 
 def test_eval_batch_in_several_threads_leaves_the_flags_and_is_right():
-    layers = nn.Sequential(nn.Dropout(), nn.Sequential(nn.Linear(3, 3), Dawdle(1)), nn.Dropout())
+    layers = nn.Sequential(nn.Dropout(), nn.Sequential(nn.Linear(3, 3), dawdling(1)), nn.Dropout())
     pipe, x = pipe_of(layers, chunks=2), torch.ones(4, 3)
     expected = pipe.eval_batch(x)
 
