@@ -13,44 +13,15 @@ from torch import Tensor, nn
 
 from syncpipe import Pipe
 from tests.support.models import CHECKPOINT_MODES, assert_same, in_turn, step
-from tests.support.running import Using
+from tests.support.running import NormBlock, Using
 
-WORDS, WIDTH = 7, 4
+WIDTH = 6
 DEVICES = [f"cpu:{k}" for k in range(5)]
 every_mode = pytest.mark.parametrize("checkpoint", CHECKPOINT_MODES)
 
 
-class Block(nn.Module):
-    """Uses its two weights once each, and reads a buffer."""
-
-    scale: Tensor
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh())
-        self.out = nn.Linear(WIDTH, WIDTH, bias=False)
-        self.register_buffer("scale", torch.linspace(0.5, 1.5, WIDTH))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.out(self.inner(x)) * self.scale
-
-
-def language_model(layers: int = 3) -> nn.Sequential:
-    """The same one every time: embedding, layers, and a head with the embedding's weight."""
-    torch.manual_seed(0)
-    embedding, head = nn.Embedding(WORDS, WIDTH), nn.Linear(WIDTH, WORDS, bias=False)
-    head.weight = embedding.weight
-    return nn.Sequential(embedding, *[Block() for _ in range(layers)], head)
-
-
-def words(size: int, seed: int = 0) -> Tensor:
-    """A mini-batch."""
-    return torch.randint(WORDS, (size, 3), generator=torch.Generator().manual_seed(seed))
-
-
-def tied_pipe(model: nn.Sequential | None = None, **options: Any) -> Pipe:
+def tied_pipe(model: nn.Sequential, **options: Any) -> Pipe:
     """A pipe with a stage for each layer."""
-    model = language_model() if model is None else model
     options = {"chunks": 2, "devices": DEVICES[: len(model)], **options}
     return Pipe(model, [1] * len(model), **options)
 
@@ -75,7 +46,8 @@ def assert_trains_alike(pipe: Pipe, plain: nn.Sequential, x: Tensor, *, exact: b
 
 
 def test_there_is_one_parameter_also_for_copies_another_balance_and_clipping():
-    pipe, plain, x = tied_pipe(), language_model(), words(4)
+    plain, x = linears(5), torch.randn(4, WIDTH)
+    pipe = tied_pipe(copy.deepcopy(plain))
     assert list(pipe.state_dict()) == list(plain.state_dict())
     assert dict(pipe.named_parameters()).keys() == dict(plain.named_parameters()).keys()
     other = copy.deepcopy(pipe)
@@ -178,8 +150,8 @@ def _lstm() -> nn.Sequential:
 
 
 def _compiled(how: str) -> nn.Sequential:
-    model = nn.Sequential(Block(), Block(), Block())
-    model[2].out.weight = model[0].out.weight
+    model = nn.Sequential(NormBlock(), NormBlock(), NormBlock())
+    model[2].linear.weight = model[0].linear.weight
     if how == "forward":
         model[2].forward = torch.compile(model[2].forward, backend="eager")
     elif how == "module":
@@ -227,8 +199,8 @@ def test_a_compiled_tied_layer_is_compiled_once_for_all_micro_batches():
         graphs.append(graph)
         return graph.forward
 
-    model = nn.Sequential(Block(), Block())
-    model[1].out.weight = model[0].out.weight
+    model = nn.Sequential(NormBlock(), NormBlock())
+    model[1].linear.weight = model[0].linear.weight
     model[1].compile(backend=backend)
     pipe = tied_pipe(model, chunks=4, checkpoint="never")
     for _ in range(3):

@@ -1,4 +1,4 @@
-"""``@skippable``, namespaces, stores, layouts of skips, and what ``verify_skippables`` says."""
+"""``@skippable``, namespaces, stores, and what ``verify_skippables`` says."""
 
 from __future__ import annotations
 
@@ -16,7 +16,6 @@ from torch import nn
 
 from syncpipe import Pipe
 from syncpipe.skip import Namespace, pop, skippable, stash, verify_skippables
-from syncpipe.skip.layout import inspect_layout
 from syncpipe.skip.skippable import is_skippable, pops, stashes
 from syncpipe.skip.store import use_store
 from tests.support.running import in_threads
@@ -410,26 +409,6 @@ def test_a_value_outside_of_a_pipe_dies_with_the_layer_or_when_another_one_stash
     gc.collect()
     assert seen() is None
     assert Receive()(0) == 1
-
-
-# --- layouts, and what does not fit --------------------------------------------------------------
-
-
-def test_layout_of_skips_that_cross_and_of_those_that_stay():
-    a, b, c = (make([n]) for n in "abc")
-    inside = [Send(), Receive(), Around(send=Send(), receive=Receive())]
-    apart = [Send().isolate(NS), NestedPipe(send=Send())]
-    layout = inspect_layout(
-        [
-            nn.Sequential(a, b, *inside, *apart),
-            [c, make(popped=["b"]), NestedPipe(receive=Receive())],
-            [make(popped=["c", "a"]), Receive().isolate(NS)],
-        ]
-    )
-    first = {(None, "b"): 1, (None, "a"): 2, (NS, "skip"): 2}
-    assert layout.outgoing == (first, {(None, "c"): 2}, {})
-    last = {(None, "c"): 1, (None, "a"): 0, (NS, "skip"): 0}
-    assert layout.incoming == ({}, {(None, "b"): 0}, last)
 
 
 # --- what does not fit ---------------------------------------------------------------------------

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from itertools import accumulate
@@ -18,7 +18,7 @@ from syncpipe.schedules import SCHEDULES, build, one_f_one_b
 from syncpipe.schedules.schedule import KINDS as ACTIONS
 from syncpipe.schedules.schedule import Action, Schedule
 from tests.support.compare import assert_same
-from tests.support.models import Result, concatenate, cut, is_wanted, seen
+from tests.support.models import seen
 from tests.support.models import weigh as weigh  # for those who import it here
 
 FOUR = ["cpu:0", "cpu:1", "cpu:2", "cpu:3"]
@@ -137,63 +137,9 @@ def size_of(tree: Any) -> int:
     return next(len(leaf) for leaf in pytree.tree_leaves(tree) if isinstance(leaf, Tensor))
 
 
-def fresh(tree: Any) -> Any:
-    """Leaves of a graph, with the same values."""
-    return pytree.tree_map_only(
-        Tensor, lambda t: t.detach().clone().requires_grad_(t.requires_grad), tree
-    )
-
-
 def own_leaves(piece: Any) -> Any:
     """Leaves of a graph in the same memory: its alignment can decide the last bit."""
     return pytree.tree_map_only(Tensor, lambda t: t.data.requires_grad_(t.requires_grad), piece)
-
-
-def call(loss_fn: Callable[..., Any], output: Any, target: Any) -> Any:
-    """As ``train_batch`` calls a loss function."""
-    return loss_fn(output) if target is None else loss_fn(output, target)
-
-
-def plain_step(
-    model: nn.Sequential,
-    x: Any,
-    target: Any = None,
-    *,
-    loss_fn: Callable[..., Tensor],
-    chunks: int,
-    orders: Sequence[Sequence[int]],
-    balance: Sequence[int],
-    replicas: Sequence[int] | None = None,
-) -> Result:
-    """The loop over micro-batches that ``train_batch`` has to equal.
-
-    Args:
-        model: the plain model; its ``.grad`` are added to.
-        x: the mini-batch.
-        target: its targets.
-        loss_fn: a mean over the samples.
-        chunks: number of micro-batches.
-        orders: for each stage the order in which micro-batches go back.
-        balance: for each stage the number of its layers.
-        replicas: for each stage of how many replicas gradients are added up one by one.
-    """
-    x = fresh(x)
-    inputs = [own_leaves(piece) for piece in cut(x, chunks)]
-    targets = cut(target, chunks) if target is not None else [None] * len(inputs)
-    outputs, shares = [], []
-    for piece, answer in zip(inputs, targets, strict=True):
-        output = model(piece)
-        shares.append(call(loss_fn, output, answer) * (size_of(piece) / size_of(x)))
-        outputs.append(output)
-    roots = [([share], None) for share in shares]
-    go_back(roots, dict(model.named_parameters()), orders, balance, replicas)
-    rows = [pytree.tree_leaves(piece) for piece in inputs]
-    for leaf, *pieces in zip(pytree.tree_leaves(x), *rows, strict=True):
-        if is_wanted(leaf) and any(piece.grad is not None for piece in pieces):
-            found = [torch.zeros_like(p) if p.grad is None else p.grad for p in pieces]
-            leaf.grad = torch.cat(found)
-    losses = [share.detach() for share in shares]
-    return seen(model, x, concatenate(outputs), sum(losses[1:], losses[0]))
 
 
 def go_back(
@@ -210,6 +156,11 @@ def go_back(
     Its gradients are added to those of leaves, whose names begin with the number of a layer, in the
     order of that layer's stage, those of replicas one by one; or, ``at_once``, their sum is.
     """
+
+    def add_grad(leaf: Tensor, grad: Tensor | None) -> None:
+        if grad is not None:
+            leaf.grad = grad if leaf.grad is None else leaf.grad + grad
+
     before = [leaf.grad for leaf in leaves.values()]
     grads = []
     for ends, given in roots:
@@ -235,27 +186,6 @@ def go_back(
             add_grad(leaf, whole.grad)
 
 
-def add_grad(parameter: Tensor, grad: Tensor | None) -> None:
-    """As autograd accumulates."""
-    if grad is not None:
-        parameter.grad = grad if parameter.grad is None else parameter.grad + grad
-
-
-def pipe_step(pipe: Pipe, x: Any, target: Any = None, **options: Any) -> Any:
-    """A step of ``train_batch``, and all that it left behind.
-
-    Args:
-        pipe: the pipe.
-        x: the mini-batch.
-        target: its targets.
-        **options: of ``train_batch``.
-    """
-    x = fresh(x)
-    loss, output = pipe.train_batch(x, target, return_outputs=True, **options)
-    assert not any(is_wanted(value) for value in [loss, *pytree.tree_leaves(output)])
-    return seen(pipe, x, output, loss)
-
-
 def orders_of(schedule: Schedule) -> list[list[int]]:
     """For each stage the order in which micro-batches go back."""
     back = ("backward", "backward_input")
@@ -266,16 +196,30 @@ def orders_of(schedule: Schedule) -> list[list[int]]:
 
 
 def assert_trains_as(
-    pipe: Pipe, plain: nn.Sequential, x: Any, target: Any = None, *, loss_fn: Any,
+    pipe: Pipe, plain: nn.Sequential, x: Tensor, target: Tensor | None = None, *, loss_fn: Any,
     schedule: Any = "1f1b", tolerance: dict[str, float] | None = None, **options: Any,
-) -> Result:  # fmt: skip
-    """A step of a pipe equals that of the plain model, which is returned."""
-    plan = schedule_of(pipe, len(cut(x, pipe.chunks)), schedule)
-    expected = plain_step(
-        plain, x, target, loss_fn=loss_fn, chunks=pipe.chunks, orders=orders_of(plan),
-        balance=pipe.balance, replicas=pipe.replicas,
-    )  # fmt: skip
-    actual = pipe_step(pipe, x, target, loss_fn=loss_fn, schedule=schedule, **options)
+) -> None:  # fmt: skip
+    """A step equals the loop over micro-batches of the plain model, whose ``.grad`` are added to.
+
+    ``loss_fn`` gives a mean over the samples.
+    """
+    mine, theirs = (x.detach().clone().requires_grad_(x.requires_grad) for _ in range(2))
+    pieces, m = [own_leaves(piece) for piece in theirs.chunk(pipe.chunks)], pipe.chunks
+    targets = [()] * m if target is None else [(piece,) for piece in target.chunk(m)]
+    plan, outputs, shares = schedule_of(pipe, len(pieces), schedule), [], []
+    for piece, goal in zip(pieces, targets, strict=False):
+        outputs.append(plain(piece))
+        shares.append(loss_fn(outputs[-1], *goal) * (len(piece) / len(x)))
+    roots, parameters = [([share], None) for share in shares], dict(plain.named_parameters())
+    go_back(roots, parameters, orders_of(plan), pipe.balance, pipe.replicas)
+    if x.requires_grad:
+        theirs.grad = torch.cat([piece.grad for piece in pieces])
+    loss = sum([share.detach() for share in shares[1:]], shares[0].detach())
+    expected = seen(plain, theirs, torch.cat(outputs), loss)
+    options |= {"loss_fn": loss_fn, "schedule": schedule, "return_outputs": True}
+    loss, output = pipe.train_batch(mine, target, **options)
+    assert not loss.requires_grad
+    assert not output.requires_grad
     rounded = ("parameter_grads",) if plan.splits else ()
+    actual = seen(pipe, mine, output, loss)
     assert_same(actual, expected, "the step's ", rounded=rounded, **(tolerance or {}))
-    return expected
