@@ -28,7 +28,7 @@ from syncpipe.compare import Comparison, compare
 from syncpipe.data import described, flatten, leaf_names, places_of
 from syncpipe.layers.conversion.layer import Holder, ModelNames, layers_of
 from syncpipe.layers.conversion.signature import Signature, call_input
-from syncpipe.layers.conversion.trace import Tracer, Whole, guard
+from syncpipe.layers.conversion.trace import CHECKS, Tracer, Whole, guard
 from syncpipe.runtime.random_numbers import is_compiled
 from syncpipe.skip.skippable import is_skippable
 from syncpipe.state import State, unchanged
@@ -150,8 +150,7 @@ class _Inlined:
 
     The signature learns which sizes must be those of the sample. ``runs`` has the traces of the
     sample, by whether in training; ``leaves`` by path why modules are not inlined; ``unlike`` other
-    samples, with the lines by which the model decided otherwise; ``notes`` what the user should
-    know.
+    samples, with the guards that refuse them; ``notes`` what the user should know.
     """
 
     def __init__(self, model: nn.Module, signature: Signature, tensors: list[Tensor]) -> None:
@@ -197,11 +196,9 @@ class _Inlined:
         With one sample, say, something need not be expanded to the batch. Where the layers give the
         same as the model all the same, nobody has to be kept from it.
         """
-        nodes = [node for run in self.runs.values() for node in run.nodes if node.target is guard]
-        for tensors, lines in self.unlike:
-            guards = [node for node in nodes if node.args[2] in lines]
+        for tensors, guards in self.unlike:
             asked: list[Any] = [node.args[0] for node in guards]
-            if guards and all(node.target in (operator.eq, operator.ne) for node in asked):
+            if all(node.target in (operator.eq, operator.ne) for node in asked):
                 for node in guards:
                     node.meta["pure"] = True
                 call, without = partial(self.signature.call, tensors), self.layers()
@@ -216,7 +213,7 @@ class _Inlined:
     def _faults(self) -> list[Whole]:
         """Runs the sample and other sizes; why modules, the smaller ones first, are no chain."""
         own = [*self.model.parameters(), *self.model.buffers()]
-        self.unlike: list[tuple[list[Tensor], set[str]]] = []
+        self.unlike: list[tuple[list[Tensor], list[fx.Node]]] = []
         self.notes: list[str] = []
         state = State({"": self.model}, own, objects=False)
         self.runs = self._run(self.tensors)
@@ -340,7 +337,10 @@ class _Inlined:
                 found += small
                 if small != faults:
                     pinned += faults
-                    self.unlike.append((tensors, {fault.line for fault in faults}))
+                    guards = self._refusing(others)
+                    if not guards:
+                        break
+                    self.unlike.append((tensors, guards))
                     continue
                 for mode, run in others.items() if number == 0 else ():
                     self._check_outputs(self.runs[mode].result, run.result, size)
@@ -357,6 +357,20 @@ class _Inlined:
                 )
         if not found:
             self.signature.free = free
+        return found
+
+    def _refusing(self, others: dict[bool, Tracer]) -> list[fx.Node]:
+        """The guards that refuse what other runs did; none if one of them could go unnoticed."""
+        found: list[fx.Node] = []
+        for mode, run in self.runs.items():
+            ours, theirs = (
+                {node.meta["key"]: node for node in each.nodes if node.target in CHECKS}
+                for each in (run, others[mode])
+            )
+            own = [n for k, n in ours.items() if k in theirs and theirs[k].args[1] != n.args[1]]
+            if not own and differences(run, others[mode]):
+                return []
+            found += own
         return found
 
     def _unlike_sample(self, others: dict[bool, Tracer]) -> list[Whole]:

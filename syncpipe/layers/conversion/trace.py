@@ -20,7 +20,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -34,7 +34,7 @@ from torch.overrides import TorchFunctionMode
 from syncpipe.data import flatten, tensors_in
 from syncpipe.runtime.interrupts import forkable
 
-__all__ = ["DEVICE", "Function", "Tracer", "Whole", "equal", "guard"]
+__all__ = ["CHECKS", "DEVICE", "Function", "Tracer", "Whole", "equal", "guard"]
 
 #: Tracing puts functions in the place of others, for all threads: one trace at a time.
 _tracing_lock = forkable()
@@ -99,8 +99,15 @@ def _check(value: Any, traced: Any, line: str) -> None:
         )
 
 
+def _check_pieces(pieces: Sequence[Any], traced: int, line: str) -> None:
+    _check(len(pieces), traced, line)
+
+
 #: Refuses a call in which Python would decide otherwise than when the model was traced.
 guard = Function(_check, "guard")
+#: Refuses one in which a tensor comes in more pieces (of ``split``, say), or in fewer.
+_pieces = Function(_check_pieces, "pieces")
+CHECKS = (guard, _pieces)
 
 
 # Trees of values
@@ -361,9 +368,10 @@ class Tracer(TorchFunctionMode):
                 return func(*args, **kwargs)
         if name in _READS:
             self._fault(f"Python takes values out of a tensor, or puts them in ({name})")
-        if name in _DECIDES:
+        decides = name in _DECIDES or (name == "item" and args[0].dtype is torch.bool)
+        if decides:
             self._fault("what it does next depends on the values in a tensor")
-        if name in _CONSTANT or name in _READS or name in _DECIDES:
+        if decides or name in _CONSTANT or name in _READS:
             return func(*map_tree(plain, args), **kwargs)
         if attribute:
             given = (args[0], name)
@@ -405,6 +413,8 @@ class Tracer(TorchFunctionMode):
         node.meta.update(seconds=seconds, writes=bool(written))
         if mode != self._mode:
             self._fault("the model runs this under another mode (autocast, inference_mode)")
+        if op != "call_module" and type(result) in (tuple, list):
+            self._place("call_function", _pieces, (node, len(result), line_in_model()))
         return self._known(node, result, written)
 
     def _known(self, node: fx.Node, result: Any, written: list[Tensor]) -> Any:

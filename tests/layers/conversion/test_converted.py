@@ -374,6 +374,38 @@ def test_a_size_that_the_model_decides_by_must_be_the_samples(only_in):
     assert pipe(torch.rand(6, 4)).shape == (6, 4)
 
 
+def turns(_: Pair, x: Tensor) -> Tensor:
+    if x.shape[0] != 1 and x.shape[1] == 5:
+        x = -x
+    return x
+
+
+#: What the sample of 3 x 8 does not show, and neither do the sizes that are tried beside it.
+UNSEEN: dict[str, Any] = {
+    "pieces": lambda _, x: torch.cat(x.split(8, 1)[::-1], 1),
+    "pieces of the batch": lambda _, x: torch.cat([c * k for k, c in enumerate(x.chunk(4))]),
+    "layout": lambda _, x: x * (2.0 if x.transpose(0, 1).is_contiguous() else 1.0),
+    "two decisions in a line": turns,
+}
+
+
+@pytest.mark.filterwarnings("ignore:Pair was converted for batches of 3 only")
+@pytest.mark.parametrize("name", UNSEEN)
+def test_a_call_gives_what_the_model_gives_or_is_refused(name):
+    model, refused = Pair(UNSEEN[name]), list[str]()
+    layers = pickle.loads(pickle.dumps(sequential(model, torch.rand(3, 8, 4))))
+    sizes = [(3, 8), (1, 8), (8, 8), (2, 4), (3, 5), (2, 16)]
+    for x in [torch.rand(*size, 4) for size in sizes]:
+        try:
+            found = layers(x)
+        except ValueError as error:
+            refused.append(str(error))
+        else:
+            assert torch.equal(found, model(x))
+    assert 0 < len(refused) < len(sizes)
+    assert all(re.search("would do something else|depends on these sizes", t) for t in refused)
+
+
 BESIDE = Path(torch.__file__).parent.with_name("torchvision") / "models.py"
 CUTS = "def between(_, x):\n    if x.shape[1] > 100:\n        x = x[:, :100]\n    return x\n"
 

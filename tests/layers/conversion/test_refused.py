@@ -104,6 +104,8 @@ X, CUT = torch.rand(3, 4), "cannot be cut into layers, "
 LOOKS = compiling(lambda h: h * 3, lambda h: h * 2)
 REFUSED: list[tuple[Any, tuple[Any, ...], type[Exception], str]] = [
     (pair(by_value), (X,), ValueError, rf"Pair {CUT}.*values in a tensor:\n .*if x\.sum\(\) > 0"),
+    (pair(lambda _, x: -x if (x > 2).any().item() else x), (X,), ValueError,
+     rf"{CUT}.*values in a tensor:\n .*item"),
     (pair(by_list), (X,), ValueError, rf"{CUT}.*takes values out.*tolist.*\n .*x\.tolist\(\)"),
     (pair(counts), (X,), ValueError, rf"{CUT}its forward sets the attribute calls\. Move this"),
     (COLLECTS, (X,), ValueError, rf"{CUT}its forward sets the attribute seen"),
