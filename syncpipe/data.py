@@ -263,25 +263,20 @@ def scatter(input: Any, chunks: int) -> list[Any]:
     """Cuts a mini-batch into at most ``chunks`` micro-batches of its structure.
 
     Every tensor is cut along dimension 0 as by ``torch.chunk``; other values, and tensors in
-    :class:`NoChunk`, go whole to every micro-batch. Refuses what cannot be cut.
+    :class:`NoChunk`, go whole to every micro-batch. Refuses what cannot be cut, also because a
+    micro-batch would get another part of one tensor than of another one.
     """
-    return _scattered(input, chunks, {"input": input})
+    return _scattered(input, chunks, {"input": input})[0]
 
 
 def scatter_pair(input: Any, target: Any, chunks: int) -> tuple[list[Any], list[Any], list[int]]:
     """Inputs and targets of as many micro-batches, and the number of samples in each.
 
-    A target without any tensor to cut goes whole to every micro-batch. Refuses what cannot be cut,
-    also because a micro-batch would get another part of one tensor than of another one.
+    As :func:`scatter`; a target without any tensor to cut goes whole to every micro-batch.
     """
-    named = {"input": input, "target": target}
-    inputs, targets = zip(*_scattered((input, target), chunks, named), strict=True)
-    cut = tensors_in((input, target))
-    rows = [[len(piece) for piece in leaf.chunk(chunks)] for leaf in cut] or [[1]]
-    for other in rows[1:]:
-        if [size * sum(rows[0]) for size in other] != [size * sum(other) for size in rows[0]]:
-            raise ValueError(_cannot_scatter(named, chunks))
-    return list(inputs), list(targets), rows[0]
+    pairs, sizes = _scattered((input, target), chunks, {"input": input, "target": target})
+    inputs, targets = zip(*pairs, strict=True)
+    return list(inputs), list(targets), sizes
 
 
 def unwrapped(micro_batch: Any) -> tuple[Any, int]:
@@ -295,19 +290,20 @@ def _bare(leaf: Any) -> Any:
     return leaf.tensor if isinstance(leaf, NoChunk) else leaf
 
 
-def _scattered(tree: Any, chunks: int, named: dict[str, Any]) -> list[Any]:
+def _scattered(tree: Any, chunks: int, named: dict[str, Any]) -> tuple[list[Any], list[int]]:
     leaves, structure = flatten(tree)
     if chunks > 1:
         _refuse_uncut(named, chunks)
     tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
-    counts = {len(leaf.chunk(chunks)) if leaf.dim() else 0 for leaf in tensors} or {1}
-    if len(counts) > 1 or 0 in counts:
-        raise ValueError(_cannot_scatter(named, chunks))
-    (m,) = counts
-    if m == 1:
-        return [unflatten(map(_bare, leaves), structure)]
+    rows = [[len(p) for p in t.chunk(chunks)] if t.dim() else [] for t in tensors] or [[1]]
+    sizes = rows[0]
+    for row in rows:  # the same shares of each
+        if not row or [n * sum(sizes) for n in row] != [n * sum(row) for n in sizes]:
+            raise ValueError(_cannot_scatter(named, chunks))
+    if (m := len(sizes)) == 1:
+        return [unflatten(map(_bare, leaves), structure)], sizes
     columns = [t.chunk(chunks) if isinstance(t, Tensor) else (_bare(t),) * m for t in leaves]
-    return [unflatten(row, structure) for row in zip(*columns, strict=True)]
+    return [unflatten(row, structure) for row in zip(*columns, strict=True)], sizes
 
 
 def _refuse_uncut(named: dict[str, Any], chunks: int) -> None:

@@ -301,6 +301,8 @@ OUTPUTS = [
             (NUMBER, r"input: float32\[\] has no dimension"),
             (Batch(torch.ones(4), torch.ones(3)), r"input\.b: float32\[3\] gives 3 micro-batches"),
         )],
+        (lambda: two(chunks=2)((torch.zeros(3), torch.zeros(4))), ValueError,  # as many pieces
+         r"(?s)input\[0\].* 2 micro-batches of 2, 1.*input\[1\].* of 2, 2.*the same batch size"),
         *[(lambda value=value: two()(value), TypeError, "holds no tensor to cut.*chunks=1")
           for value in (None, 5, (), {"a": "text"}, WHOLE)],
         *[(trained(value), TypeError, "holds no tensor to cut.*chunks=1") for value in (5, WHOLE)],

@@ -139,18 +139,9 @@ class Signature:
         """
         self._check(values, whole=True)
         marked = zip(self.names, values, self.is_cut, strict=True)
-        cut = {name: t for name, t, is_cut in marked if is_cut and isinstance(t, Tensor)}
-        if len(set(map(len, cut.values()))) > 1:
-            lines = "".join(f"\n  {name}: {described(tensor)}" for name, tensor in cut.items())
-            raise ValueError(
-                "which tensors are cut into micro-batches is decided by the sample (those with its "
-                f"batch size, {self.batch}, in dimension 0), and these differ in dimension 0:"
-                f"{lines}\nWrap those that every micro-batch needs whole in "
-                "syncpipe.NoChunk(tensor)."
-            )
         return {
-            name: value if name in cut or isinstance(value, NoChunk) else NoChunk(value)
-            for name, value in zip(self.names, values, strict=True)
+            name: value if is_cut or isinstance(value, NoChunk) else NoChunk(value)
+            for name, value, is_cut in marked
         }
 
     def tensors(self, input: Any) -> list[Tensor]:
