@@ -1,4 +1,4 @@
-"""Loops of PyTorch, Accelerate and Lightning: averages, schedulers, scalers, checkpoints."""
+"""Loops of Accelerate and Lightning; those of PyTorch run in docs/guide.md."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from syncpipe import Pipe
 from tests.integrations.loops import assert_trained_alike, batches, data, pipe_and_model
@@ -31,43 +30,6 @@ def assert_trains_as(model: nn.Module, pipe: Pipe) -> None:
     """A pipe was trained on all mini-batches once, by ``SGD`` at a rate of 0.1."""
     steps(model, torch.optim.SGD(model.parameters(), lr=0.1), batches())
     assert_trained_alike(pipe, model)
-
-
-# --- PyTorch -------------------------------------------------------------------------------------
-
-SCHEDULERS: dict[str, Any] = {
-    "StepLR": lambda o: torch.optim.lr_scheduler.StepLR(o, 2, 0.5),
-    "OneCycleLR": lambda o: torch.optim.lr_scheduler.OneCycleLR(o, 0.1, total_steps=8),
-    "LambdaLR": lambda o: torch.optim.lr_scheduler.LambdaLR(o, lambda k: 1 / (k + 1)),
-}
-
-
-@pytest.mark.parametrize("kind", SCHEDULERS)
-def test_schedulers_scalers_clipping_and_a_moving_average(kind: str) -> None:
-    pipe, model = pipe_and_model()
-    norms, averages = [], []
-    for module in (pipe, model):
-        average = AveragedModel(module, multi_avg_fn=get_ema_multi_avg_fn(0.9))
-        scaler = torch.amp.GradScaler("cpu", init_scale=2.0**6)
-        optimizer = torch.optim.AdamW(module.parameters(), lr=0.01)
-        scheduler = SCHEDULERS[kind](optimizer)
-        for x, y in batches():
-            optimizer.zero_grad()
-            if isinstance(module, Pipe):
-                module.train_batch(x, y, loss_fn=F.cross_entropy, grad_scaler=scaler)
-            else:
-                scaler.scale(F.cross_entropy(module(x), y)).backward()
-            scaler.unscale_(optimizer)
-            norms.append(nn.utils.clip_grad_norm_(module.parameters(), 0.5))
-            scaler.step(optimizer)
-            scaler.update()
-            scheduler.step()
-            average.update_parameters(module)
-        averages.append(average)
-    torch.testing.assert_close(norms[:4], norms[4:])
-    assert_trained_alike(pipe, model)
-    assert_trained_alike(*averages)
-    torch.testing.assert_close(averages[0](x), averages[1](x))
 
 
 # --- Accelerate ----------------------------------------------------------------------------------

@@ -13,7 +13,6 @@ from torch import nn
 from syncpipe import Pipe
 from syncpipe.schedules.stream import VERSIONS
 from tests.support.running import Do, assert_same
-from tests.support.skips import Receive, Send
 from tests.support.watched import Memory, alive, gone
 from tests.training.stream.models import (
     WORKERS,
@@ -71,14 +70,6 @@ def test_masked_targets_count_in_2bw():
     with torch.no_grad():
         expected = F.cross_entropy(mlp()(data[0][0]), data[0][1])
     torch.testing.assert_close(found.losses[0], expected)
-
-
-def test_skips_across_stages_and_running_statistics():
-    middle = [nn.Linear(8, 8), nn.BatchNorm1d(8)]
-    model = nn.Sequential(nn.Linear(8, 8), Send(), *middle, Receive(), nn.Linear(8, 4))
-    pipe = pipe_of(module=model, balance=[2, 2, 2], devices=WORKERS[:3])
-    assert_works(pipe)
-    assert pipe[3].num_batches_tracked == 5
 
 
 def watched(kind):
