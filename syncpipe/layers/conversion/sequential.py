@@ -14,7 +14,7 @@ from __future__ import annotations
 import operator
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from functools import partial
 from itertools import chain
 from typing import Any
@@ -149,8 +149,8 @@ class _Inlined:
     """A model, run until it is known which of its modules can be inlined.
 
     The signature learns which sizes must be those of the sample. ``runs`` has the traces of the
-    sample, by whether in training; ``leaves`` by path why modules are not inlined; ``unlike`` other
-    samples, with the guards that refuse them; ``notes`` what the user should know.
+    sample, by whether in training; ``leaves`` by path why modules are not inlined; ``notes``
+    what the user should know.
     """
 
     def __init__(self, model: nn.Module, signature: Signature, tensors: list[Tensor]) -> None:
@@ -180,8 +180,6 @@ class _Inlined:
             while self._leave(self._faults()):
                 pass
         self.notes += self._large_modules()
-        if not next(model.parameters()).is_meta:
-            self._relax()
 
     def layers(self) -> Converted:
         """What is made of the traces."""
@@ -190,30 +188,9 @@ class _Inlined:
         layers.whole = self.whole
         return layers
 
-    def _relax(self) -> None:
-        """Takes out guards of decisions that make no difference.
-
-        With one sample, say, something need not be expanded to the batch. Where the layers give the
-        same as the model all the same, nobody has to be kept from it.
-        """
-        for tensors, guards in self.unlike:
-            asked: list[Any] = [node.args[0] for node in guards]
-            if all(node.target in (operator.eq, operator.ne) for node in asked):
-                for node in guards:
-                    node.meta["pure"] = True
-                call, without = partial(self.signature.call, tensors), self.layers()
-                modes = (True, False)
-                try:
-                    same = all(_compared(self.model, without, call, mode).same for mode in modes)
-                except Exception:  # a size that must be the sample's, or that the model refuses
-                    same = False
-                for node in guards:
-                    node.meta["pure"] = same
-
     def _faults(self) -> list[Whole]:
         """Runs the sample and other sizes; why modules, the smaller ones first, are no chain."""
         own = [*self.model.parameters(), *self.model.buffers()]
-        self.unlike: list[tuple[list[Tensor], list[fx.Node]]] = []
         self.notes: list[str] = []
         state = State({"": self.model}, own, objects=False)
         self.runs = self._run(self.tensors)
@@ -322,6 +299,7 @@ class _Inlined:
         """
         free = set[tuple[int, int]]()
         found: list[Whole] = []
+        harmless: dict[fx.Node, bool] = {}
         for number, (group, sizes) in enumerate(self._sizes.items()):
             pinned = list[Whole]()
             for size in list(sizes if not group <= free else ()):
@@ -340,7 +318,9 @@ class _Inlined:
                     guards = self._refusing(others)
                     if not guards:
                         break
-                    self.unlike.append((tensors, guards))
+                    self.signature.free = free | group
+                    same = self._same_without(guards, tensors)
+                    harmless |= {node: same and harmless.get(node, True) for node in guards}
                     continue
                 for mode, run in others.items() if number == 0 else ():
                     self._check_outputs(self.runs[mode].result, run.result, size)
@@ -357,6 +337,8 @@ class _Inlined:
                 )
         if not found:
             self.signature.free = free
+            for node, same in harmless.items():
+                node.meta["pure"] = same
         return found
 
     def _refusing(self, others: dict[bool, Tracer]) -> list[fx.Node]:
@@ -372,6 +354,24 @@ class _Inlined:
                 return []
             found += own
         return found
+
+    def _same_without(self, guards: list[fx.Node], tensors: list[Tensor]) -> bool:
+        """Whether the layers give what the model gives for a sample that guards refuse.
+
+        With one sample, say, something need not be expanded to the batch.
+        """
+        asked: list[Any] = [node.args[0] for node in guards]
+        on_meta = next(self.model.parameters()).is_meta
+        if on_meta or not all(node.target in (operator.eq, operator.ne) for node in asked):
+            return False
+        for node in guards:
+            node.meta["pure"] = True
+        call, without = partial(self.signature.call, tensors), self.layers()
+        for node in guards:
+            node.meta["pure"] = False
+        with suppress(Exception):  # the model refuses this size in another mode, say
+            return all(_compared(self.model, without, call, mode).same for mode in (True, False))
+        return False
 
     def _unlike_sample(self, others: dict[bool, Tracer]) -> list[Whole]:
         """Where other runs differ from those of the sample."""
@@ -461,19 +461,16 @@ def _bar(name: str) -> Any:
 
 
 def _give_values(model: nn.Module) -> None:
-    """Puts values that take no memory in the place of tensors on ``meta``.
+    """Puts values that take no memory in the place of tensors on ``meta``: all rows are one.
 
-    Some models look at values, ``if mask.all()``. Here each tensor is a view of a few numbers,
-    ``tensor[i, j, k] = numbers[i + j + k]``, as many as the sum of its sizes.
+    Some models look at values, ``if mask.all()``.
     """
-    views: dict[int, Tensor] = {}
+    rows: dict[int, Tensor] = {}
     for module, _, name, tensor in [place for place in places_of(model) if place[3].is_meta]:
-        steps = torch.arange(max(1, sum(tensor.shape))) % 17 - 8
-        values = (steps / 100 if tensor.is_floating_point() else steps * 0).to(tensor.dtype)
-        view = values.as_strided(tensor.shape, (1,) * tensor.dim())
+        row = torch.full(tensor.shape[-1:], 0.01).to(tensor.dtype).expand(tensor.shape)
         if isinstance(tensor, nn.Parameter):
-            view = nn.Parameter(view, tensor.requires_grad)
-        setattr(module, name, views.setdefault(id(tensor), view))
+            row = nn.Parameter(row, tensor.requires_grad)
+        setattr(module, name, rows.setdefault(id(tensor), row))
 
 
 # Comparing two traces
