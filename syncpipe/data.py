@@ -184,6 +184,11 @@ def leaf_names(root: str, tree: Any) -> list[str]:
     return [name for step, value in found for name in leaf_names(root + step, value)]
 
 
+def by_name(root: str, tree: Any) -> dict[str, Any]:
+    """The leaves of a tree by the way to each."""
+    return dict(zip(leaf_names(root, tree), flatten(tree)[0], strict=True))
+
+
 def described(tensor: Tensor) -> str:
     """A tensor's dtype and shape in a few characters: ``float32[8, 3]``."""
     return f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}"
@@ -309,9 +314,8 @@ def _scattered(tree: Any, chunks: int, named: dict[str, Any]) -> tuple[list[Any]
 def _refuse_uncut(named: dict[str, Any], chunks: int) -> None:
     """Refuses what would go whole to every micro-batch though it should not."""
     for name, tree in named.items():
-        leaves, structure = flatten(tree)
-        things = [*zip(leaf_names(name, tree), leaves, strict=True)]
-        things += [(name, container) for container in _shallow_copied(structure)]
+        things = [*by_name(name, tree).items()]
+        things += [(name, container) for container in _shallow_copied(flatten(tree)[1])]
         for where, thing in things:
             if isinstance(thing, Tensor | NoChunk) or (at := hidden_tensor(thing)) is None:
                 continue
@@ -345,7 +349,7 @@ def _shallow_copied(structure: Structure | None) -> Iterator[Any]:
 def _cannot_scatter(named: dict[str, Any], chunks: int) -> str:
     lines = []
     for root, tree in named.items():
-        for where, leaf in zip(leaf_names(root, tree), flatten(tree)[0], strict=True):
+        for where, leaf in by_name(root, tree).items():
             if not isinstance(leaf, Tensor):
                 continue
             found = "has no dimension to cut"

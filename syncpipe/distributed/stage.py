@@ -27,7 +27,7 @@ from torch.distributed.pipelining import PipelineStage
 from torch.distributed.tensor import DTensor
 
 from syncpipe.balance.balances import balance_named
-from syncpipe.data import described, flatten, leaf_names, map_tensors, tensors_in, unwrapped
+from syncpipe.data import by_name, described, flatten, map_tensors, tensors_in, unwrapped
 from syncpipe.distributed.peers import Peers, given_group
 from syncpipe.distributed.schedules import schedule_over
 from syncpipe.layers.conversion.layer import ModelNames
@@ -62,7 +62,7 @@ class Boundary:
     """What one stage hands to the next one for each micro-batch: trees like an example."""
 
     def __init__(self, tree: Any, where: str) -> None:
-        for name, leaf in zip(leaf_names("", tree), flatten(tree)[0], strict=True):
+        for name, leaf in by_name("", tree).items():
             if not isinstance(leaf, (Tensor, *_CONSTANTS)):
                 name = f"skip {name[3:]}" if name.startswith("[1]") else f"the value{name[3:]}"
                 raise TypeError(

@@ -126,19 +126,12 @@ def _check(tie: Tie, partitions: Sequence[nn.Module]) -> None:
             f"{tie} are one parameter that has no value yet, in stages that may want different "
             "shapes: run the plain model once before it is made a Pipe"
         )
-    nested = {
-        inner
-        for partition in partitions
-        for module in partition.modules()
-        if getattr(module, "_syncpipe_skips_are_internal", False)
-        for inner in module.modules()
-    }
     why = ""
-    for module in [place.module for place in tie.places]:
-        if isinstance(module, torch.jit.ScriptModule):
-            kind = type(module).__name__
+    for place in tie.places:
+        if isinstance(place.module, torch.jit.ScriptModule):
+            kind = type(place.module).__name__
             why = f"{kind} is TorchScript, which computes with its own tensors only"
-        if module in nested:
+        if place.module not in dict(modules_outside_pipes(partitions[place.stage])).values():
             why = "one of them inside of another Pipe, which keeps its layers where they are"
     if why:
         raise ValueError(

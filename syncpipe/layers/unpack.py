@@ -35,11 +35,8 @@ class PipeSequential(nn.Sequential):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Calls the first layer with these arguments, and each other one with what came out."""
-        layers = list(self._modules.values())
-        if not layers:
-            return args[0] if len(args) == 1 and not kwargs else args or kwargs
-        first: Any = layers[0]
-        return chained(layers[1:], first(*args, **kwargs))
+        first, *layers = self._modules.values()
+        return chained(layers, first(*args, **kwargs))
 
 
 class Unpacked:

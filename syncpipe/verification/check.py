@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from syncpipe.compare import Comparison, compare
 from syncpipe.data import (
     NoChunk,
+    by_name,
     clones,
     described,
     flatten,
@@ -39,7 +40,7 @@ from syncpipe.schedules.schedule import Schedule
 from syncpipe.state import State
 from syncpipe.training.loss import Loss, LossCheck, LossCounts, Objective, known_loss
 from syncpipe.training.sources import Source, input_and_target
-from syncpipe.verification.plain import Observation, PlainRun, by_name, layers_of, observe, placed
+from syncpipe.verification.plain import Observation, PlainRun, layers_of, observe, placed
 from syncpipe.verification.report import COLUMNS, Finding, Report, Run
 
 __all__ = ["verify"]
@@ -224,12 +225,12 @@ class _Check:
                 run.comparisons[column] = compare(made[column], expected[column], self._rounding)
             if not run.different:
                 return
-            where, reason = "", "not found: each layer gives the same in the pipe as plainly"
+            where, reason = self._culprit()
             names = {name.split(".")[0] for name in run.comparisons["gradients"].names}
-            if culprit := next((each for each in self._seen if each.suspicious), None):
-                where, reason = str(culprit.layer), culprit.reason()
-            elif off := [layer for layer in self._layers if layer.name in names]:
+            off = [layer for layer in self._layers if layer.name in names]
+            if not where and off:
                 where = f"{off[-1]}, by its gradients"  # the last one goes back first
+            reason = reason or "not found: each layer gives the same in the pipe as plainly"
             column = run.different[0]
             what = f"{column} differ from the plain model's, {_far(run.comparisons[column])}"
             self._find(run, what, where, reason)
@@ -246,8 +247,20 @@ class _Check:
             words = f"{type(error).__name__}: {error}"
             notes = "; ".join(getattr(error, "__notes__", ()))
             run.error = words + (f" ({notes})" if notes else "")
-            reason = _reason_of_error(words, self._seen)
-            self._find(run, f"raised {run.error}", "", reason, words)
+            changed = "place" in words or "recomput" in words
+            where, reason = self._culprit() if changed else ("", "")
+            if "more than 1 value per channel" in words:
+                reason = (
+                    "BatchNorm needs two samples at least in each micro-batch, and the last one is "
+                    "smaller than the others: drop_last=True for the loader, or a batch size that "
+                    "chunks divides"
+                )
+            self._find(run, f"raised {run.error}", where, reason or "the message says it", words)
+
+    def _culprit(self) -> tuple[str, str]:
+        """The first layer that a pipe can make give something else, and why."""
+        found = next((each for each in self._seen if each.suspicious), None)
+        return ("", "") if found is None else (str(found.layer), found.reason())
 
     def _find(self, run: Run, what: str, where: str, reason: str, error: str = "") -> None:
         """One finding for all runs of the pipe in which it is the same."""
@@ -397,20 +410,6 @@ def _fresh(tree: Any) -> Any:
     leaves, structure = flatten(tree)
     leaves = [NoChunk(_fresh(x.tensor)) if isinstance(x, NoChunk) else x for x in leaves]
     return map_tensors(lambda ts: clones([t.detach() for t in ts]), unflatten(leaves, structure))
-
-
-def _reason_of_error(error: str, seen: Sequence[Observation]) -> str:
-    """Why a run failed, as far as the layers tell by what they do in plain runs."""
-    if "more than 1 value per channel" in error:
-        return (
-            "BatchNorm needs two samples at least in each micro-batch, and the last one is smaller "
-            "than the others: drop_last=True for the loader, or a batch size that chunks divides"
-        )
-    writers = ", ".join(str(o.layer) for o in seen if o.writes)
-    if "place" in error and writers:
-        return f"a layer works in place: {writers}; let it work on a copy (inplace=False)"
-    keep = [f"{o.layer}: {', '.join(names)}" for o in seen for names in o.changed.values()]
-    return "the message says it" + (f"; layers keep state ({'; '.join(keep)})" if keep else "")
 
 
 def _far(comparison: Comparison) -> str:

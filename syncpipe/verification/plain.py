@@ -20,7 +20,7 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from syncpipe.compare import Comparison, compare
-from syncpipe.data import clones, flatten, gather, leaf_names, map_tensors, tensors_in
+from syncpipe.data import by_name, clones, gather, map_tensors, tensors_in
 from syncpipe.layers.batchnorm import MiniBatchStatistics, collect
 from syncpipe.layers.unpack import Unpacked
 from syncpipe.runtime.errors import annotate
@@ -31,7 +31,7 @@ from syncpipe.stages.pipeline import Pipeline
 from syncpipe.stages.stage import CELL, Stage
 from syncpipe.state import State
 
-__all__ = ["Layer", "Observation", "PlainRun", "by_name", "layers_of", "observe", "placed"]
+__all__ = ["Layer", "Observation", "PlainRun", "layers_of", "observe", "placed"]
 
 _RUNNING = ("running_mean", "running_var", "num_batches_tracked")  # these change as they should
 
@@ -73,10 +73,6 @@ def placed(tree: Any, device: torch.device) -> Any:
     return map_tensors(
         lambda ts: [t if same_memory(t.device, device) else t.to(device) for t in ts], tree
     )
-
-
-def by_name(root: str, tree: Any) -> dict[str, Any]:
-    return dict(zip(leaf_names(root, tree), flatten(tree)[0], strict=True))
 
 
 class PlainRun:

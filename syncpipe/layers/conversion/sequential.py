@@ -25,7 +25,7 @@ from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.parameter import is_lazy
 
 from syncpipe.compare import Comparison, compare
-from syncpipe.data import described, flatten, leaf_names, places_of
+from syncpipe.data import by_name, described, flatten, leaf_names, places_of
 from syncpipe.layers.conversion.layer import Holder, ModelNames, layers_of
 from syncpipe.layers.conversion.signature import Signature, call_input
 from syncpipe.layers.conversion.trace import CHECKS, Tracer, Whole, guard
@@ -309,13 +309,12 @@ class _Inlined:
                 except Exception:  # the model itself refuses this size
                     sizes.remove(size)
                     continue
-                faults = self._unlike_sample(others)
+                faults, guards = self._unlike(others)
                 faults += [fault for run in others.values() for fault in run.faults]
                 small = self._small(faults)
                 found += small
                 if small != faults:
                     pinned += faults
-                    guards = self._refusing(others)
                     if not guards:
                         break
                     self.signature.free = free | group
@@ -327,8 +326,9 @@ class _Inlined:
                 free |= group
                 break
             if number == 0 and not free:
-                if faults := self._unlike_sample(self._run(self.tensors)):
-                    return faults  # it is not the size
+                faults, _ = self._unlike(self._run(self.tensors))
+                if faults:  # it is not the size
+                    return faults
                 at = "".join(f"\n  {line or what}" for _, line, what in pinned[:3])
                 self.notes.append(
                     f"{self.name} was converted for batches of {self.signature.batch} only, so a "
@@ -341,19 +341,24 @@ class _Inlined:
                 node.meta["pure"] = same
         return found
 
-    def _refusing(self, others: dict[bool, Tracer]) -> list[fx.Node]:
-        """The guards that refuse what other runs did; none if one of them could go unnoticed."""
-        found: list[fx.Node] = []
+    def _unlike(self, others: dict[bool, Tracer]) -> tuple[list[Whole], list[fx.Node]]:
+        """Where other runs differ from those of the sample, and the guards that refuse them.
+
+        There are none if one of the runs could go unnoticed.
+        """
+        faults: list[Whole] = []
+        guards: list[fx.Node] = []
+        noticed = True
         for mode, run in self.runs.items():
             ours, theirs = (
                 {node.meta["key"]: node for node in each.nodes if node.target in CHECKS}
                 for each in (run, others[mode])
             )
             own = [n for k, n in ours.items() if k in theirs and theirs[k].args[1] != n.args[1]]
-            if not own and differences(run, others[mode]):
-                return []
-            found += own
-        return found
+            found = differences(run, others[mode])
+            noticed = noticed and (bool(own) or not found)
+            faults, guards = faults + found, guards + own
+        return faults, guards if noticed else []
 
     def _same_without(self, guards: list[fx.Node], tensors: list[Tensor]) -> bool:
         """Whether the layers give what the model gives for a sample that guards refuse.
@@ -372,11 +377,6 @@ class _Inlined:
         with suppress(Exception):  # the model refuses this size in another mode, say
             return all(_compared(self.model, without, call, mode).same for mode in (True, False))
         return False
-
-    def _unlike_sample(self, others: dict[bool, Tracer]) -> list[Whole]:
-        """Where other runs differ from those of the sample."""
-        runs = self.runs.items()
-        return [fault for mode, run in runs for fault in differences(run, others[mode])]
 
     def _resized(self, group: _Group, size: int) -> list[Tensor]:
         """The sample with another size: its entries again, or fewer of them."""
@@ -578,8 +578,8 @@ def _values(module: nn.Module, call: _Arguments, training: bool) -> dict[str, An
     args, kwargs = call()
     with torch.set_grad_enabled(training):
         output = module.train(training)(*args, **kwargs)
-    outputs, _ = flatten(output)
-    found: dict[str, Any] = dict(zip(leaf_names("output", output), outputs, strict=True))
+    found = by_name("output", output)
+    outputs = list(found.values())
     saved = module.state_dict().keys()
     for name, buffer in module.named_buffers(remove_duplicate=False):
         if name in saved:

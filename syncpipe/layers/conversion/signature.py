@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from syncpipe.data import NoChunk, described, flatten, leaf_names, unflatten
+from syncpipe.data import NoChunk, by_name, described, flatten, unflatten
 from syncpipe.layers.conversion.trace import equal
 
 __all__ = ["Signature", "batch_input", "call_arguments", "call_input", "model_signature"]
@@ -170,8 +170,8 @@ class Signature:
 
 def _named(arguments: dict[str, Any]) -> dict[str, Any]:
     """What is in arguments, by names for messages."""
-    names = (at for name, value in arguments.items() for at in leaf_names(name, value))
-    return dict(zip(names, flatten(list(arguments.values()))[0], strict=True))
+    trees = (by_name(name, value) for name, value in arguments.items())
+    return {at: leaf for tree in trees for at, leaf in tree.items()}
 
 
 def _shown(leaf: Any) -> str:

@@ -598,14 +598,8 @@ def _encode(
     return x if encoder.norm is None else encoder.norm(x)
 
 
-class _FirstLayer:
+class _FirstLayer(SimpleNamespace):
     """Stands for the first layer of an encoder, its modules and its weights, and is called once."""
-
-    given: Any = None
-    training = False
-
-    def __init__(self, trains: bool) -> None:
-        self.requires_grad = trains
 
     def __getattr__(self, name: str) -> Any:
         if name == "__torch_function__":  # which only tensors have
@@ -619,7 +613,7 @@ class _FirstLayer:
 
 def _nested(src: Tensor, padding: Tensor, check: bool, trains: bool) -> Any:
     """The input of the first layer, nested where PyTorch nests it, and the padding."""
-    first = _FirstLayer(trains)
+    first: Any = _FirstLayer(training=False, requires_grad=trains)
     encoder = SimpleNamespace(use_nested_tensor=True, mask_check=check, layers=[first], norm=None)
     _FORWARD(encoder, src, src_key_padding_mask=padding)
     return first.given
