@@ -48,7 +48,7 @@ from syncpipe.data import (
     unwrapped,
 )
 from syncpipe.layers.listing import Layers, as_sequential, on_meta
-from syncpipe.layers.unpack import Unpacked, call_note, unpacks
+from syncpipe.layers.unpack import call_note, spread, unpacks
 from syncpipe.runtime.errors import annotate
 from syncpipe.runtime.graph import go_back
 from syncpipe.runtime.thread_state import settled
@@ -309,7 +309,7 @@ class _Visit:
     def call(self, inputs: Any) -> tuple[Any, dict[SkipKey, Any]]:
         """Runs the layer; returns its output and the skips that it stashes."""
         value, popped = inputs
-        call: Any = Unpacked(self.layer) if self.unpack else self.layer
+        call: Any = partial(spread, self.layer) if self.unpack else self.layer
         skips = dict(zip(self.popped, popped, strict=True))
         with self._running(), use_store(skips) as store:
             try:

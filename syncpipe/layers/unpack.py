@@ -16,7 +16,7 @@ from typing import Any
 
 from torch import nn
 
-__all__ = ["PipeSequential", "Unpacked", "call_note", "chained", "unpacks"]
+__all__ = ["PipeSequential", "call_note", "chained", "spread", "unpacks"]
 
 
 class PipeSequential(nn.Sequential):
@@ -39,24 +39,17 @@ class PipeSequential(nn.Sequential):
         return chained(layers, first(*args, **kwargs))
 
 
-class Unpacked:
-    """A layer as a function of one value, which is spread over its arguments."""
-
-    __slots__ = ("layer",)
-
-    def __init__(self, layer: Any) -> None:
-        self.layer = layer
-
-    def __call__(self, value: Any) -> Any:
-        if type(value) is tuple:
-            return self.layer(*value)
-        return self.layer(**value) if type(value) is dict else self.layer(value)
+def spread(layer: Any, value: Any) -> Any:
+    """Calls a layer with one value, which is spread over its arguments."""
+    if type(value) is tuple:
+        return layer(*value)
+    return layer(**value) if type(value) is dict else layer(value)
 
 
 def chained(layers: Iterable[Any], value: Any) -> Any:
     """Layers one after another, each with what the one before it returned."""
     for layer in layers:
-        value = Unpacked(layer)(value)
+        value = spread(layer, value)
     return value
 
 
@@ -84,8 +77,8 @@ def call_note(error: BaseException, layer: Any, value: Any, *, unpack: bool) -> 
             return False
         return True
 
-    spread, alone = Unpacked(fits)(value), fits(value)
-    if spread if unpack else alone:
+    fits_spread, fits_alone = spread(fits, value), fits(value)
+    if fits_spread if unpack else fits_alone:
         return None
     what = f"one {type(value).__name__}"
     if type(value) is tuple:
@@ -98,4 +91,4 @@ def call_note(error: BaseException, layer: Any, value: Any, *, unpack: bool) -> 
         ", as in an nn.Sequential: Pipe(..., unpack=True) (or a syncpipe.PipeSequential) spreads "
         "tuples over arguments and dicts over keyword arguments"
     )
-    return f"it was called with {what} as its one argument{way if spread else ''}"
+    return f"it was called with {what} as its one argument{way if fits_spread else ''}"

@@ -28,7 +28,7 @@ from torch.utils.checkpoint import checkpoint
 
 from syncpipe.data import map_tensors, tensors_in
 from syncpipe.layers.batchnorm import MiniBatchStatistics, collect
-from syncpipe.layers.unpack import Unpacked, call_note
+from syncpipe.layers.unpack import call_note, spread
 from syncpipe.options import ByLayer, Selective, StageMode
 from syncpipe.runtime.errors import annotate
 from syncpipe.runtime.interrupts import Swap, swapped
@@ -390,7 +390,7 @@ class StageRun:
         k, layer = 0, None  # Ctrl-C may come before the first
         try:
             for k, layer in enumerate(partition._modules.values()):
-                call: Any = Unpacked(layer) if unpack else layer
+                call: Any = partial(spread, layer) if unpack else layer
                 if stage.draws[k] or (care and not self._quiet[k]):
                     value = self._drawing(i, k, call, value, first, drawn, again)
                 else:

@@ -22,7 +22,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from syncpipe.compare import Comparison, compare
 from syncpipe.data import by_name, clones, gather, map_tensors, tensors_in
 from syncpipe.layers.batchnorm import MiniBatchStatistics, collect
-from syncpipe.layers.unpack import Unpacked
+from syncpipe.layers.unpack import spread
 from syncpipe.runtime.errors import annotate
 from syncpipe.runtime.random_numbers import Generators, draw_seed, run_seeded
 from syncpipe.runtime.streams import same_memory
@@ -47,7 +47,7 @@ class Layer:
 
     def call(self) -> Callable[[Any], Any]:
         """How it is called. Tied weights of another device come here, and gradients go back."""
-        call = Unpacked(self.module) if self.stage.partition.unpack else self.module
+        call = partial(spread, self.module) if self.stage.partition.unpack else self.module
         tensors = chain(self.module.named_parameters(), self.module.named_buffers())
         here = self.stage.device
         away = {f"0.{name}": t for name, t in tensors if not same_memory(t.device, here)}
