@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import Any
@@ -52,14 +52,29 @@ class Alternative:
 def alternatives_of(terms: Terms, chosen: Draft) -> tuple[Alternative, ...]:
     """The even split, torchgpipe's way, one device, shared stages, data parallelism."""
     machine, found = terms.machine, list[Alternative]()
-    devices, layers = len(machine), len(terms.profile.layers)
-    if len(chosen.balance) > 1:
+    devices, layers, draft = len(machine), len(terms.profile.layers), chosen
+    n, m = len(chosen.balance), chosen.chunks
+    if n > 1 and (chosen.form.slots or chosen.schedule == "gpipe"):
+        times = [b - a for a, b in pairwise(terms.chain(m).sums["time"])]
+        equal = terms.draft(chosen.form, balance_cost([1] * layers, n))
+        even = terms.draft(Form(gpipe(m, n)), balance_cost(times, n), ["recompute"] * n)
+        assert equal is not None
+        assert even is not None
+        way = "torchgpipe's way (even in time, GPipe, all but one micro-batch recomputed)"
+        found.append(_of(terms, "an equal number of layers for each stage", equal))
+        found.append(_of(terms, way, even))
+    if n > 1:
         kinds = {kind: d for d, kind in enumerate(zip(machine.memory, machine.speed, strict=True))}
-        alone = [
+        alone = (
             _copies(terms, "one device", [kinds[kind]], _NO_PIPE)
             for kind in sorted(kinds, reverse=True)
-        ]
-        found = [*_other_cuts(terms, chosen), min(alone, key=_time), *_shared_stages(terms, chosen)]
+        )
+        found.append(min(alone, key=_time))
+        if machine.uniform and terms.batch_size >= devices:
+            draft = shared(terms)
+    if max(draft.form.replicas) > max(chosen.form.replicas):
+        shape = "-".join(map(str, draft.form.replicas))
+        found.append(_of(terms, f"stages with replicas, {shape} (replicas=True)", draft))
     copied = []
     for d in range(2, devices + 1) if machine.uniform else ():
         n = devices // d
@@ -101,22 +116,6 @@ def _of(terms: Terms, name: str, draft: Draft, instead: str = "") -> Alternative
     return Alternative(name, draft.time if draft.excess <= 1 else None, note, instead, draft)
 
 
-def _other_cuts(terms: Terms, chosen: Draft) -> Iterator[Alternative]:
-    """An equal number of layers under the same schedule, and torchgpipe's way."""
-    n, m = len(chosen.balance), chosen.chunks
-    if chosen.form.slots is None and chosen.schedule != "gpipe":
-        return
-    times = [b - a for a, b in pairwise(terms.chain(m).sums["time"])]
-    equal = terms.draft(chosen.form, balance_cost([1] * len(times), n))
-    even = terms.draft(Form(gpipe(m, n)), balance_cost(times, n), ["recompute"] * n)
-    for name, draft in (
-        ("an equal number of layers for each stage", equal),
-        ("torchgpipe's way (even in time, GPipe, all but one micro-batch recomputed)", even),
-    ):
-        assert draft is not None
-        yield _of(terms, name, draft)
-
-
 def _copies(
     terms: Terms, name: str, devices: Sequence[int], instead: str, copies: int = 1
 ) -> Alternative:
@@ -136,13 +135,3 @@ def _copies(
         note = f"{duration(average)} of it to average gradients, not overlapped"
         found = replace(found, time=best.time + average, note=f"{note}; {found.note}")
     return found
-
-
-def _shared_stages(terms: Terms, chosen: Draft) -> Iterator[Alternative]:
-    """PipeDream's stages on several devices each."""
-    devices, draft = len(terms.machine), chosen
-    if terms.machine.uniform and terms.batch_size >= devices > 1:
-        draft = shared(terms)
-    if max(draft.form.replicas) > max(chosen.form.replicas):
-        shape = "-".join(map(str, draft.form.replicas))
-        yield _of(terms, f"stages with replicas, {shape} (replicas=True)", draft)

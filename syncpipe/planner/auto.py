@@ -93,7 +93,10 @@ def auto(
     samples_in(input)  # refuses what has no batch
     if weights is not None:
         init_fn = reader(layers, weights, init_fn=init_fn)
-    homes = list(map(_home, layers))
+    homes = []
+    for layer in layers:
+        own = chain(layer.parameters(), layer.buffers())
+        homes.append(next((tensor.device for tensor in own), torch.device("cpu")))
     # BatchNorm has no variance of one sample.
     least = 1 + any(isinstance(module, _BatchNorm) for module in layers.modules())
     counts = [m for m in range(1, batch_size // least + 1) if batch_size % m == 0] or [1]
@@ -150,11 +153,6 @@ def _layers(
             "which are called one after another" + "".join(f"\n  {line}" for line in why)
         )
     return layers
-
-
-def _home(layer: nn.Module) -> torch.device:
-    own = chain(layer.parameters(), layer.buffers())
-    return next((tensor.device for tensor in own), torch.device("cpu"))
 
 
 def _room(devices: Any, memory: Any, model: nn.Module) -> tuple[list[Any], list[float]]:

@@ -308,7 +308,11 @@ def machine_of(
     cpu = torch.device("cpu")  # one memory, however many workers are there
     homes = [cpu if place.type == "cpu" else place for place in real]
     if memory is None:
-        memory = _measured_memory(homes) if real else known.memory
+        measured = {home: measure_memory(home) for home in dict.fromkeys(homes)}
+        for home, size in measured.items():
+            if size <= 0:
+                raise ValueError(f"no memory is free on {home}: free some, or give memory='16GB'")
+        memory = [measured[home] / homes.count(home) for home in homes] or known.memory
     elif isinstance(memory, (str, Real)):
         size = number_of("memory", memory, BYTES)
         memory = [size / places.count(place) for place in places]
@@ -327,15 +331,6 @@ def machine_of(
     if speed is None:
         speed = () if real else known.speed
     return Machine(memory, bandwidth, tuple(map(str, real)) or known.names, speed, host)
-
-
-def _measured_memory(homes: Sequence[torch.device]) -> tuple[float, ...]:
-    """For each place its share of the memory that it is in."""
-    measured = {home: measure_memory(home) for home in dict.fromkeys(homes)}
-    for home, size in measured.items():
-        if size <= 0:
-            raise ValueError(f"no memory is free on {home}: free some, or give memory='16GB'")
-    return tuple(measured[home] / homes.count(home) for home in homes)
 
 
 def kind_of(device: torch.device) -> str:

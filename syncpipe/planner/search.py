@@ -267,21 +267,17 @@ def search(
             for one in sorted(best.values(), key=_rank)[:2] if before == math.inf else ():
                 found += _tighter(terms, one.chunks, one.form.n, boundaries, fastest)
         elif improve and gap and work > 0 and not moved:
-            found = [*_around(terms, first)]
+            # What single moves make hardly slower: with two it may be faster.
+            at_most = first.time * _HARDLY
+            moves = (
+                terms.draft(one_f_one_b_form(m, slots or ()), balance, at_most=at_most)
+                for balance, slots in _neighbours(terms, first)
+            )
+            found = [x for x in moves if x and x.excess <= 1 and x.time <= at_most]
             work -= len(found) * m * n * 2
         moved = not better
         before = first.time
     return sorted(best.values(), key=_rank)
-
-
-def _around(terms: Terms, draft: Draft) -> Iterator[Draft]:
-    """What single moves make of a draft, if it is hardly slower: with two it may be faster."""
-    for balance, slots in _neighbours(terms, draft):
-        assert slots
-        form, at_most = one_f_one_b_form(draft.chunks, slots), draft.time * _HARDLY
-        other = terms.draft(form, balance, at_most=at_most)
-        if other is not None and other.excess <= 1 and other.time <= at_most:
-            yield other
 
 
 def _tighter(terms: Terms, m: int, n: int, boundaries: int, fastest: float) -> Iterator[Draft]:

@@ -156,7 +156,8 @@ def _found(p: Problem) -> Iterator[tuple[float, _Rows]]:
         [[Action(kind, i, j) for i in numbers] for kind in p.kinds for j in own]
         for own in stages_on(p.device_of)
     ]
-    for patience, careful in product(_PATIENCE, (True, False) if any(p.spare) else (False,)):
+    both = (True, False) if any(p.spare + p.extra) else (False,)
+    for patience, careful in product(_PATIENCE, both):
         urgencies: Urgencies = {
             kind: [[float(rank * p.m + i) for i in numbers] for _ in stages]
             for kind, rank in ranks.items()

@@ -50,18 +50,21 @@ class Problem:
 
     @cached_property
     def spare(self) -> list[float]:
-        """For each stage the memory that must be left over when a micro-batch comes to it.
-
-        It is enough to lead one through all later stages on the device, so that it does not get
-        stuck, and for what a recomputation takes on besides.
+        """For each stage the memory that must be left over when a micro-batch comes to it, to lead
+        it through all later stages on the device, so that it does not get stuck.
         """
-        spare = [0.0] * len(self.device_of)
-        for own in stages_on(self.device_of):
-            extra = max(self.activations[k] - self.held(0, k) for k in own)
-            for j in reversed(own):
-                spare[j] = extra
-                extra += max(self.held(0, j), self.held(self.m - 1, j))
-        return spare
+        sizes = [max(self.held(0, j), self.held(self.m - 1, j)) for j in range(len(self.device_of))]
+        rows = stages_on(self.device_of)
+        later = {j: sum(sizes[k] for k in own if k > j) for own in rows for j in own}
+        return [later[j] for j in range(len(sizes))]
+
+    @cached_property
+    def extra(self) -> list[float]:
+        """For each device what a recomputation takes on besides: it must be left over, too, until
+        the last one is done.
+        """
+        rows = stages_on(self.device_of)
+        return [max(self.activations[j] - self.held(0, j) for j in own) for own in rows]
 
     def held(self, i: int, j: int) -> float:
         """The memory of a cell from its forward on; that of its activations from its backward."""
@@ -122,6 +125,10 @@ class Lister:
         # The next one is the last of its list.
         step = 1 if mirrored else -1
         self._left = [[list(map(node, each[::step])) for each in own] for own in lists]
+        # What is kept for recomputations, and how many of them are still to come.
+        self._extra = p.extra if careful and not mirrored else [0.0 for _ in devices]
+        self._recomputed = p.recomputed
+        self._again = [sum(p.recomputed[j] for j in own) for own in stages_on(p.device_of)]
         while (now := min(self._wake)) < math.inf:
             d = self._wake.index(now)
             ready, ahead = self._look(d, now)
@@ -144,10 +151,11 @@ class Lister:
         """What a free device can do: how urgent it is, when it would end, and the list that it is
         in; and what can start later: when, and how urgent it is.
         """
-        held, limit = self._held[d], self._limits[d]
+        held, limit, extra = self._held[d], self._limits[d], self._extra[d] * bool(self._again[d])
         found, ahead = [], []
         for nodes in filter(None, self._left[d]):
-            urgency, cell, (_, i, _), takes, spare, _ = nodes[-1]
+            urgency, cell, (kind, i, _), takes, spare, _ = nodes[-1]
+            spare += extra * (kind == "forward")
             ready = 0.0
             for arrivals in cell.needs:
                 there = arrivals[i]
@@ -168,6 +176,7 @@ class Lister:
     def _begin(self, d: int, now: float, node: _Node) -> None:
         _, (ends, needs, sends, takes, again), action, taken, _, given = node
         i, links = action.i, self._links[d]
+        self._again[d] -= i < self._recomputed[action.j] and KINDS[action.kind].sends == "gradient"
         end = max([now + again[i], *(arrivals[i] for arrivals in needs)]) + takes[i]
         self.rows[d].append(action)
         ends[i] = self._free[d] = self._wake[d] = end

@@ -66,19 +66,20 @@ class Panel:
         self.spans: Sequence[Span] = timeline.spans
         self.windows: Sequence[tuple[float, float]] = timeline.windows
         self.idle: Sequence[float] = timeline.idle
-
-    def actions(self, row: int) -> list[Span]:
-        """All spans of a row but transfers."""
-        return [span for span in self.spans if span.kind != "transfer" and span.row == row]
+        #: For each row all spans but transfers.
+        self.actions: list[list[Span]] = [[] for _ in self.rows]
+        for span in self.spans:
+            if span.kind != "transfer":
+                self.actions[span.row].append(span)
 
     def stages(self, row: int) -> str:
         """The stages of a row, in words."""
-        word = ", ".join(map(str, sorted({span.j for span in self.actions(row)})))
+        word = ", ".join(map(str, sorted({span.j for span in self.actions[row]})))
         return f"stage{'s' * (',' in word)} {word}" if word else ""
 
     def held(self, row: int) -> list[tuple[float, int]]:
         """From which time on how many micro-batches are in flight; empty if none goes back."""
-        found = [(KINDS[s.kind].alive, s) for s in self.actions(row)]  # type: ignore[index]
+        found = [(KINDS[s.kind].alive, s) for s in self.actions[row]]  # type: ignore[index]
         changes = sorted((s.start if k > 0 else s.end, k) for k, s in found if k)
         times, alive = [time for time, _ in changes], [k for _, k in changes]
         return list(zip(times, accumulate(alive), strict=True)) if -1 in alive else []
@@ -208,8 +209,7 @@ def boxes_of(spans: Sequence[Span]) -> Iterator[tuple[Span, float, float]]:
 
 def _labels(panel: Panel, inch: float) -> Iterator[tuple[Span, str]]:
     """What stands in boxes that have room: the micro-batch, and which of several stages."""
-    for row in range(len(panel.rows)):
-        own = panel.actions(row)
+    for own in panel.actions:
         several = len({span.j for span in own}) > 1
         for span in own:
             lines = [str(span.i), *([f"s{span.j}"] if several else [])]

@@ -9,7 +9,7 @@ from itertools import product
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from syncpipe.schedules import (
@@ -29,6 +29,12 @@ from syncpipe.schedules.greedy import Problem
 from syncpipe.schedules.schedule import stages_on
 from tests.schedules.test_schedule import costs_for, placements
 
+#: Memory for one micro-batch, and all but the last one are recomputed.
+TIGHT: dict[str, Any] = {
+    "m": 2, "device_of": (0, 1, 2), "costs": Costs.even(3, transfer=0.25), "split": False,
+    "rematerialized": [0, 1, 0], "activations": [0.0, 1.0, 1.0], "inputs": [0.0] * 3,
+    "memory": [0.0, 1.0, 1.0],
+}  # fmt: skip
 UNEVEN = Costs((1, 2, 1, 3), (1, 2, 1.5, 3), (1, 2, 0.5, 2), (0.1, 0.2, 0.1))
 
 
@@ -121,6 +127,7 @@ def orders(problem: Problem, d: int) -> Iterator[list[Action]]:
 
 
 @given(arguments(st.sampled_from([(0, 1), (0, 1, 2), (0, 0)]), most=2))
+@example(TIGHT)
 @settings(deadline=None, max_examples=30)
 def test_small_ones_are_nearly_the_best_there_is(given: dict[str, Any]) -> None:
     """Of the orders in which no micro-batch overtakes another, to 5 %."""
