@@ -20,7 +20,7 @@ from torch import distributed, nn
 
 from benchmarks import __main__ as door
 from benchmarks import peers, schedules
-from benchmarks.common import Options, Part, Spread, rounds
+from benchmarks.common import Part, Spread, rounds
 from benchmarks.models import gpt2_small, resnet, resnext101_32x8d
 from benchmarks.overhead import CHUNKS, calls_per_cell, tiny
 from benchmarks.overhead import peers as ways
@@ -299,12 +299,6 @@ def test_libraries_that_differ_or_fail_are_left_out(broken, note, monkeypatch):
 
 
 # -- the parts for a GPU --------------------------------------------------------------------------
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
-def test_without_a_gpu_there_is_a_line_that_says_so():
-    notes = [note for run in peers.GPU_PARTS.values() for note in run(Options(quick=True)).notes]
-    assert notes == ["Skipped: PyTorch finds no CUDA GPU here."] * 2
 
 
 def test_out_of_memory_is_told_of():

@@ -80,7 +80,7 @@ class Case:
     input_grad: bool
     calls: tuple[Call, ...]
     unpack: bool = False
-    beside: bool = False  #: a thread of the user's, so that layers draw in another way
+    beside: bool = False  #: a thread of the user's, which draws where no layer does
 
     @property
     def copied(self) -> bool:
@@ -94,13 +94,13 @@ class Case:
         first = [0, *accumulate(count[d] for d in sorted(count))]
         return [first[d] + k for d in self.devices for k in range(count[d])]
 
-    def pipe(self) -> Pipe:
-        """The pipe on CPU workers."""
+    def pipe(self, places: Sequence[Any] | None = None, dtype: torch.dtype = torch.float32) -> Pipe:
+        """The pipe, with its workers at these places; by default on the CPU."""
         torch.manual_seed(self.model.seed)
         return Pipe(
-            self.model.build(),
+            self.model.build(dtype),
             self.balance,
-            devices=[f"cpu:{k}" for k in self.workers],
+            devices=[f"cpu:{k}" if places is None else places[k] for k in self.workers],
             replicas=self.replicas,
             chunks=self.chunks,
             checkpoint=self.checkpoint,
@@ -166,8 +166,8 @@ def drawn_case(
     checkpoint = _by_layer(chance, modes, edges) or case.checkpoint
     lone = not {"fork", "twice", "weighs"} & {*model.layers}  # what these make is one argument
     unpack = lone and chance.random() < 0.2
-    beside = model.draws and chance.random() < 0.3
-    return replace(case, checkpoint=checkpoint, unpack=unpack, beside=beside)
+    often = 0.3 if model.draws else 0.1 * (max(replicas) == 1)
+    return replace(case, checkpoint=checkpoint, unpack=unpack, beside=chance.random() < often)
 
 
 def _schedule(chance: random.Random, devices: Sequence[int], model: Model, copied: bool) -> Any:

@@ -106,8 +106,9 @@ class Place:
     def backward(self, loss: Tensor, xs: list[Tensor]) -> None:
         loss.backward()
 
-    def close(self, given: list[Tensor], output: Any) -> None:
-        """At the end of a call, before anything is read."""
+    def close(self, given: list[Tensor], made: Any) -> Any:
+        """At the end of a call, before anything is read; gives what it has made."""
+        return made
 
 
 def run_pipe(pipe: Pipe, case: Case, call: Call, k: int, place: Place) -> Result:
@@ -147,7 +148,7 @@ def run_pipe(pipe: Pipe, case: Case, call: Call, k: int, place: Place) -> Result
     if call.driver == "forward" and loss is not None:
         place.backward(loss, xs)
     left = [x.detach().clone() for x in given]  # without a wait, which would hide others
-    place.close([*xs, *given], output)
+    output, loss = place.close([*xs, *given], (output, loss))
     assert_same([x.to("cpu") for x in left], made, "the caller's input ")
     assert all(layer.training is call.training for layer in pipe.modules())
     return seen(pipe, xs, output, loss, leaves(pipe))
@@ -238,7 +239,8 @@ def check(case: Case) -> None:
                 found.output = found.output, torch.get_rng_state()
             return found
 
-        beside = another_thread() if case.beside else nullcontext()
+        act = None if case.model.draws else partial(torch.rand, ())
+        beside = another_thread(act) if case.beside else nullcontext()
         with beside, inline() if case.by_hand else nullcontext():
             return list(results(case.calls, pipe, run, rounded))
 

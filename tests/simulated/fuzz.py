@@ -18,8 +18,7 @@ from unittest import mock
 import torch
 from torch import Tensor
 
-from syncpipe import Pipe
-from syncpipe.data import tensors_in
+from syncpipe.data import map_tensors, tensors_in
 from syncpipe.runtime import offload
 from syncpipe.runtime.worker import Worker
 from tests import simulated
@@ -67,19 +66,6 @@ class Placed:
     host: str
     threads: int
 
-    def pipe(self) -> Pipe:
-        """The pipe."""
-        workers: list[Any] = [Worker(d) if self.by_hand else d for d in self.devices]
-        case = self.case
-        return Pipe(
-            case.model.build(WIDE),
-            case.balance,
-            devices=[workers[k] for k in case.workers],
-            replicas=case.replicas,
-            chunks=case.chunks,
-            checkpoint=case.checkpoint,
-        )
-
 
 def drawn(chance: random.Random) -> Placed:
     """Draws a case, and where it runs."""
@@ -106,7 +92,8 @@ class Caller(Place):
 
     def __init__(self, placed: Placed) -> None:
         self.placed = placed
-        self.pipe = placed.pipe()
+        make = Worker if placed.by_hand else torch.device
+        self.pipe = placed.case.pipe(list(map(make, placed.devices)), WIDE)
         self.expected: list[Result] = []
 
     def run(self) -> None:
@@ -151,13 +138,15 @@ class Caller(Place):
         for tensor, grad in zip(tensors, kept, strict=True):
             tensor.grad = grad
 
-    def close(self, given: list[Tensor], output: Any) -> None:
-        """Writes into all that the pipe was given."""
-        returned = {t.untyped_storage().data_ptr() for t in tensors_in(output)}
-        for x in given:
-            with torch.no_grad():
-                if x.device.type != "cpu" and x.untyped_storage().data_ptr() not in returned:
-                    x.fill_(float("nan"))
+    def close(self, given: list[Tensor], made: Any) -> Any:
+        """Writes into all that the pipe was given, and what it gave, but for the model's own."""
+        own = {leaf.untyped_storage().data_ptr() for leaf in leaves(self.pipe).values()}
+        with torch.inference_mode():
+            copies = map_tensors(lambda tensors: [t.detach().clone() for t in tensors], made)
+            for x in [*given, *tensors_in(made)]:
+                if x.device.type != "cpu" and x.untyped_storage().data_ptr() not in own:
+                    x.zero_()
+        return copies
 
 
 def check(placed: Placed) -> None:

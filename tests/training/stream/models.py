@@ -6,6 +6,7 @@ The reference is one process, one thread, all versions of all weights kept for g
 import copy
 import math
 from collections.abc import Callable, Sequence
+from itertools import accumulate, pairwise
 from typing import Any
 
 import torch
@@ -52,14 +53,6 @@ Data = Sequence[tuple[Tensor, Any]]
 BALANCES = {1: [7], 2: [3, 4], 3: [2, 1, 4], 4: [2, 2, 1, 2]}
 
 
-def cut(model: nn.Sequential, balance: Sequence[int]) -> list[nn.Sequential]:
-    layers, stages = list(model), []
-    for size in balance:
-        stages.append(nn.Sequential(*layers[:size]))
-        del layers[:size]
-    return stages
-
-
 def trained(stage: nn.Module) -> dict[str, nn.Parameter]:
     return {name: p for name, p in stage.named_parameters() if p.requires_grad}
 
@@ -98,7 +91,7 @@ def reference(
 ) -> list[Tensor]:
     """Trains the model in place; the losses of the mini-batches. ``chunks`` are for 2BW."""
     replicas = [1] * len(balance) if replicas is None else replicas
-    stages = cut(model, balance)
+    stages = [model[a:b] for a, b in pairwise(accumulate(balance, initial=0))]
     n = len(stages)
     optimizers = [optimizer(list(trained(s).values())) if trained(s) else None for s in stages]
     history = [[copy.deepcopy(dict(trained(stage)))] for stage in stages]
