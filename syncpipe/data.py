@@ -288,10 +288,11 @@ def unwrapped(micro_batch: Any) -> tuple[Any, int]:
     """A micro-batch as the layers get it, and the number of samples in it."""
     leaves, structure = flatten(micro_batch)
     sizes = [len(leaf) for leaf in leaves if isinstance(leaf, Tensor) and leaf.dim() > 0]
-    return unflatten(map(_bare, leaves), structure), sizes[0] if sizes else 1
+    return unflatten(map(bare, leaves), structure), sizes[0] if sizes else 1
 
 
-def _bare(leaf: Any) -> Any:
+def bare(leaf: Any) -> Any:
+    """What a ``NoChunk`` holds, and anything else itself."""
     return leaf.tensor if isinstance(leaf, NoChunk) else leaf
 
 
@@ -306,8 +307,8 @@ def _scattered(tree: Any, chunks: int, named: dict[str, Any]) -> tuple[list[Any]
         if not row or [n * sum(sizes) for n in row] != [n * sum(row) for n in sizes]:
             raise ValueError(_cannot_scatter(named, chunks))
     if (m := len(sizes)) == 1:
-        return [unflatten(map(_bare, leaves), structure)], sizes
-    columns = [t.chunk(chunks) if isinstance(t, Tensor) else (_bare(t),) * m for t in leaves]
+        return [unflatten(map(bare, leaves), structure)], sizes
+    columns = [t.chunk(chunks) if isinstance(t, Tensor) else (bare(t),) * m for t in leaves]
     return [unflatten(row, structure) for row in zip(*columns, strict=True)], sizes
 
 

@@ -189,7 +189,12 @@ class Stages(ModelNames):
         balance: of the whole model.
         device: of this rank.
         rank: of this process in the pipeline.
+        first: the module of the model's first stage, if it is here; None elsewhere.
+        last: likewise of the last one.
     """
+
+    first: StageModule | None
+    last: StageModule | None
 
     def __init__(self, group: dist.ProcessGroup, *given: Any, **how: Any) -> None:
         super().__init__()
@@ -237,6 +242,8 @@ class Stages(ModelNames):
                 part = StageModule(items[span], where, passing[j : j + 2])
                 part.unpack = unpack or unpacks(module)
                 self.parts[j] = part
+        ends = {"first": self.parts.get(0), "last": self.parts.get(len(cut) - 1)}
+        self.__dict__.update(ends)  # which are no other submodules
         parts, devices = list(self.parts.values()), [self.device] * len(self.parts)
         firsts = [spans[j].start for j in self.parts]
         or_as_before(parts, lambda: build_layers(parts, devices, initialization, firsts))
@@ -406,16 +413,6 @@ class Stages(ModelNames):
             _local(weight.grad).copy_(dense)
             if before is not None:
                 weight.grad = before.add_(weight.grad)
-
-    @property
-    def first(self) -> StageModule | None:
-        """The module of the model's first stage, if it is here."""
-        return self.parts.get(0)
-
-    @property
-    def last(self) -> StageModule | None:
-        """The module of the model's last stage, if it is here."""
-        return self.parts.get(len(self.balance) - 1)
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
         # That of the whole model is welcome: what is on other ranks is passed over.

@@ -199,7 +199,7 @@ def _written(
 
     before: fx.Node | None = None  # whether gradients were on, while they are off
     for node in segment.nodes:
-        if node.op == "placeholder":
+        if node.op in ("placeholder", "output"):
             continue
         if before is None and not node.meta["grad"]:
             before = graph.call_function(_grad_now)
@@ -211,9 +211,10 @@ def _written(
             layer.hold(model, str(node.target))
         args, kwargs = fx.node.map_aggregate((node.args, node.kwargs), here)
         known[node] = graph.create_node(node.op, node.target, args, kwargs, node.meta["name"])
-    if not any(node.op == "output" for node in graph.nodes):
-        sent = [list(map(here, segment.goes.get(other, []))) for other in goes]
-        graph.output(tuple(map(_packed, sent)))
+    sent = [list(map(here, segment.goes.get(other, []))) for other in goes]
+    if segment.nodes[-1].op == "output":
+        sent[0] = list(fx.node.map_aggregate(segment.nodes[-1].args, here))
+    graph.output(tuple(map(_packed, sent)))
     code = graph.python_code("self")
     names = {n: v for n, v in code.globals.items() if n not in _custom_builtins}
     return _Code(code.src.strip() + "\n", names)
@@ -252,7 +253,6 @@ class ConvertedLayer(Holder):
     ) -> None:
         super().__init__()
         self._model_signature: Signature | None = None
-        self._is_last = segments[0].nodes[-1].op == "output"
         # The layer before and the next one, then those at the other ends of skips.
         comes = list(dict.fromkeys([k - 1, *(a for s in segments for a in s.comes)]))
         goes = list(dict.fromkeys([k + 1, *(b for s in segments for b in s.goes)]))
@@ -292,8 +292,6 @@ class ConvertedLayer(Holder):
         given = [store.take((namespaces[name], name), self) for name in skips.pop]
         with torch.set_grad_enabled(torch.is_grad_enabled()):  # also after an error
             sent = self._codes[0 if self.training else 1].run(self, input, *given)
-        if self._is_last:
-            return sent
         for name, value in zip(skips.stash, sent[1:], strict=True):
             store.put((namespaces[name], name), value, self)
         return sent[0]

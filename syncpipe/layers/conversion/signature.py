@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from syncpipe.data import NoChunk, by_name, described, flatten, unflatten
+from syncpipe.data import NoChunk, bare, by_name, described, flatten, unflatten
 from syncpipe.layers.conversion.trace import equal
 
 __all__ = ["Signature", "batch_input", "call_arguments", "call_input", "model_signature"]
@@ -46,10 +46,10 @@ class Signature:
         self._refuse_lists_of_images(sample)
         found = _named(sample)
         self._sample = {at: Tensor if _is_tensor(leaf) else leaf for at, leaf in found.items()}
-        bare = unflatten(self._sample.values(), flatten(sample)[1])
-        self._structure = flatten(bare)[1]  # which holds containers, but no tensors
+        empty = unflatten(self._sample.values(), flatten(sample)[1])
+        self._structure = flatten(empty)[1]  # which holds containers, but no tensors
         named = {at: leaf for at, leaf in found.items() if _is_tensor(leaf)}
-        self.names, tensors = list(named), list(map(_bare, named.values()))
+        self.names, tensors = list(named), list(map(bare, named.values()))
         # Of those that may be cut: a tensor in NoChunk is none.
         sizes = [len(t) if isinstance(t, Tensor) and t.dim() else 0 for t in named.values()]
         self.batch = next(filter(None, sizes), 0)
@@ -148,11 +148,11 @@ class Signature:
         """The tensors of what the first layer gets, in the order of the sample."""
         values = self.given_as_one(input)
         self._check(values, whole=False)
-        return list(map(_bare, values))
+        return list(map(bare, values))
 
     def _check(self, values: list[Any], *, whole: bool) -> None:
         """Refuses other sizes and kinds; ``whole`` is a mini-batch that may yet be cut."""
-        for k, tensor in enumerate(map(_bare, values)):
+        for k, tensor in enumerate(map(bare, values)):
             free = self.free | ({(k, 0)} if whole and self.is_cut[k] else set())
             sizes = ["any" if (k, d) in free else str(n) for d, n in enumerate(self._shapes[k])]
             kind, pairs = _kind(tensor), zip(tensor.shape, sizes, strict=False)
@@ -184,10 +184,6 @@ def _is_tensor(leaf: Any) -> bool:
     return isinstance(leaf, (Tensor, NoChunk))
 
 
-def _bare(leaf: Any) -> Any:
-    return leaf.tensor if isinstance(leaf, NoChunk) else leaf
-
-
 def _kind(tensor: Tensor) -> str:
     if tensor.dtype is torch.bool or tensor.is_complex():
         return "complex" if tensor.is_complex() else "bool"
@@ -204,7 +200,7 @@ def call_input(layers: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any])
         return signature.packed(signature.given(args, kwargs))
     if getattr(layers, "_unpack", False) and bool(kwargs) != bool(args) and len(args) != 1:
         return args or kwargs  # as the layers take them
-    return _one(*args, **kwargs)
+    return forward(*args, **kwargs)
 
 
 def batch_input(layers: nn.Module, input: Any) -> Any:
@@ -232,8 +228,6 @@ def _signature(layers: nn.Module) -> Signature | None:
     return getattr(first, "_model_signature", None)
 
 
-def _one(input: Any) -> Any:
+def forward(input: Any) -> Any:
+    """What an ``nn.Sequential`` takes: its name is in the error for other arguments."""
     return input
-
-
-_one.__name__ = _one.__qualname__ = "forward"
