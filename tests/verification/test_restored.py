@@ -55,16 +55,6 @@ def a_pipe(**options: Any) -> Pipe:
     return pipe
 
 
-def test_all_is_as_it_was() -> None:
-    pipe, (x, y) = a_pipe(), batch()
-    x.requires_grad_()
-    before = snapshot(pipe, x, y)
-    report = verify(pipe, x, y, loss_fn=F.cross_entropy)
-    assert not report.pipe_ok
-    assert snapshot(pipe, x, y) == before
-    assert x.grad is None
-
-
 @settings(max_examples=12)
 @given(at=st.integers(1, 22), interrupt=st.booleans())
 def test_after_errors_as_well(at: int, interrupt: bool) -> None:

@@ -153,17 +153,6 @@ def test_refused_and_the_model_is_as_it_was(build, sample, error, message):
     assert snapshot(model) == before or build is COLLECTS  # lists of its own are its own
 
 
-@pytest.mark.parametrize("training", [True, False])
-def test_a_model_that_is_converted_is_as_it_was(training):
-    for model, sample in ((ResNet(), (torch.rand(3, 6),)), (Transformer(p=0.2), tokens())):
-        model.train(training)
-        if isinstance(model, ResNet):
-            model.blocks[1].norm.eval()  # frozen by hand
-        before = snapshot(model)
-        assert sequential(model, *sample).training is training
-        assert snapshot(model) == before
-
-
 @pytest.mark.parametrize("between", [by_value, by_list, counts, casts, by_chance])
 def test_inside_of_a_model_they_are_left_whole(between):
     model = nn.Sequential(nn.Linear(4, 4), Pair(between), *(nn.Linear(4, 4) for _ in "abc"))
@@ -197,17 +186,6 @@ def test_a_model_on_meta_is_converted_without_the_check():
     assert layers.state_dict().keys() == model.state_dict().keys()
     assert len(layers) == len(sequential(Transformer(), *tokens()))
     assert len(sequential(LOOKS(), X, verify=False)) == 2
-
-
-def test_random_numbers_of_others_are_as_they_were():
-    numpy = pytest.importorskip("numpy")
-
-    def jitter(x: Tensor) -> Tensor:
-        return x + 0 * (random.random() + numpy.random.rand())
-
-    before = random.getstate(), str(numpy.random.get_state())
-    sequential(nn.Sequential(nn.Linear(4, 4), Do(jitter)), torch.rand(3, 4))
-    assert (random.getstate(), str(numpy.random.get_state())) == before
 
 
 def test_a_dtype_that_changes_after_conversion_is_refused_where_it_matters():
