@@ -41,7 +41,7 @@ from syncpipe.state import State
 from syncpipe.training.loss import Loss, LossCheck, LossCounts, Objective, known_loss
 from syncpipe.training.sources import Source, input_and_target
 from syncpipe.verification.plain import Observation, PlainRun, layers_of, observe, placed
-from syncpipe.verification.report import COLUMNS, Finding, Report, Run
+from syncpipe.verification.report import COLUMNS, Report, Run
 
 __all__ = ["verify"]
 
@@ -157,7 +157,6 @@ class _Check:
         self._seen: list[Observation] = []
         self._made: dict[tuple[int, ...], Values] = {}  # by the order in which they go back
         self._apart = ""  # why outputs of micro-batches cannot be put together
-        self._findings: dict[tuple[str, ...], Finding] = {}
         self._loss_draws, self._loss_differs = False, ""
         replicas = f"replicas={pipe.replicas}, " if max(pipe.replicas) > 1 else ""
         self._report = Report(
@@ -173,7 +172,8 @@ class _Check:
             if not self._loss_draws:
                 run.comparisons["loss"] = Comparison("different" if self._loss_differs else "equal")
             if self._loss_differs:
-                self._find(run, "losses differ from that of the mini-batch", "", self._loss_differs)
+                run.what = "losses differ from that of the mini-batch"
+                run.reason = self._loss_differs
         self._compare("pipe(x)", tuple(reversed(range(self._m))), self._forward)
         for schedule in schedules:
             name = shown(schedule).strip("'")
@@ -198,8 +198,8 @@ class _Check:
             quiet = [each for each in self._seen if not each.draws]
             off = next((each for each in quiet if not each.comparison.same), None)
             if off is not None:
-                what = f"outputs differ from the mini-batch's, {_far(off.comparison)}"
-                self._find(run, what, str(off.layer), off.reason())
+                run.what = f"outputs differ from the mini-batch's, {_far(off.comparison)}"
+                run.where, run.reason = str(off.layer), off.reason()
             found = [each.comparison for each in ([off] if off else quiet)]
             worst = max(found, key=lambda comparison: comparison.distance, default=Comparison())
             run.comparisons["outputs"] = worst
@@ -225,15 +225,14 @@ class _Check:
                 run.comparisons[column] = compare(made[column], expected[column], self._rounding)
             if not run.different:
                 return
-            where, reason = self._culprit()
+            column = run.different[0]
+            run.what = f"{column} differ from the plain model's, {_far(run.comparisons[column])}"
+            run.where, reason = self._culprit()
             names = {name.split(".")[0] for name in run.comparisons["gradients"].names}
             off = [layer for layer in self._layers if layer.name in names]
-            if not where and off:
-                where = f"{off[-1]}, by its gradients"  # the last one goes back first
-            reason = reason or "not found: each layer gives the same in the pipe as plainly"
-            column = run.different[0]
-            what = f"{column} differ from the plain model's, {_far(run.comparisons[column])}"
-            self._find(run, what, where, reason)
+            if not run.where and off:
+                run.where = f"{off[-1]}, by its gradients"  # the last one goes back first
+            run.reason = reason or "not found: each layer gives the same in the pipe as plainly"
 
     # --- what is found ---------------------------------------------------------------------------
 
@@ -244,31 +243,23 @@ class _Check:
         try:
             yield run
         except Exception as error:
-            words = f"{type(error).__name__}: {error}"
+            run.error = words = f"{type(error).__name__}: {error}"
             notes = "; ".join(getattr(error, "__notes__", ()))
-            run.error = words + (f" ({notes})" if notes else "")
+            run.what = f"raised {words}" + (f" ({notes})" if notes else "")
             changed = "place" in words or "recomput" in words
-            where, reason = self._culprit() if changed else ("", "")
+            run.where, reason = self._culprit() if changed else ("", "")
             if "more than 1 value per channel" in words:
                 reason = (
                     "BatchNorm needs two samples at least in each micro-batch, and the last one is "
                     "smaller than the others: drop_last=True for the loader, or a batch size that "
                     "chunks divides"
                 )
-            self._find(run, f"raised {run.error}", where, reason or "the message says it", words)
+            run.reason = reason or "the message says it"
 
     def _culprit(self) -> tuple[str, str]:
         """The first layer that a pipe can make give something else, and why."""
         found = next((each for each in self._seen if each.suspicious), None)
         return ("", "") if found is None else (str(found.layer), found.reason())
-
-    def _find(self, run: Run, what: str, where: str, reason: str, error: str = "") -> None:
-        """One finding for all runs of the pipe in which it is the same."""
-        key = "" if run.of_pipe else run.name, where, reason, error
-        if key not in self._findings:
-            self._findings[key] = Finding([], what, where, reason)
-            self._report.findings.append(self._findings[key])
-        self._findings[key].runs.append(run.name)
 
     # --- what is run -----------------------------------------------------------------------------
 

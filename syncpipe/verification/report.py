@@ -7,7 +7,7 @@ from textwrap import fill
 
 from syncpipe.compare import Comparison
 
-__all__ = ["COLUMNS", "Finding", "Report", "Run"]
+__all__ = ["COLUMNS", "Report", "Run"]
 
 COLUMNS = ("outputs", "loss", "gradients", "input_gradients", "buffers")
 
@@ -18,7 +18,8 @@ class Run:
 
     Its ``name`` is ``"pipe(x)"``, that of the schedule of ``train_batch``, or of the plain model
     ``"micro-batches"`` or ``"loss of each micro-batch"``. An ``error`` is what it raised, and
-    ``not_applicable`` why there is nothing to run or to compare.
+    ``not_applicable`` why there is nothing to run or to compare. ``what`` is different, if anything
+    is, ``where`` the first layer that differs, and ``reason`` the likely one.
     """
 
     name: str
@@ -29,6 +30,9 @@ class Run:
     )
     error: str = ""
     not_applicable: str = ""
+    what: str = ""
+    where: str = ""
+    reason: str = ""
 
     @property
     def different(self) -> list[str]:
@@ -41,35 +45,17 @@ class Run:
 
 
 @dataclass
-class Finding:
-    """What is different in some runs, the first layer that differs, and the likely reason."""
-
-    runs: list[str]
-    what: str
-    where: str
-    reason: str
-
-    def __str__(self) -> str:
-        lines = [_filled(f"{', '.join(self.runs)}: {self.what}", "- ")]
-        if self.where:
-            lines.append(_filled(f"first layer that differs: {self.where}", "  "))
-        return "\n".join([*lines, _filled(f"likely reason: {self.reason}", "  ")])
-
-
-@dataclass
 class Report:
     """What :func:`syncpipe.verify` found. Printed, it is a page.
 
     Attributes:
         header: what was checked.
         runs: of the plain model and of the pipe, each beside what it should equal.
-        findings: what is different, the first layer, the likely reason.
         notes: what else there is to know, such as what could not be compared.
     """
 
     header: str
     runs: list[Run] = field(default_factory=list)
-    findings: list[Finding] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
 
     @property
@@ -95,12 +81,16 @@ class Report:
                 lines.append(beside := run.beside)
             cells = "".join(f"{c!s:<11}" for c in run.comparisons.values())
             lines.append(f"  {run.name:<{width - 2}}{'FAILED' if run.error else cells}".rstrip())
+        alike: dict[tuple[str, ...], list[Run]] = {}
+        for run in [run for run in self.runs if run.what]:
+            key = "" if run.of_pipe else run.name, run.where, run.reason, run.error
+            alike.setdefault(key, []).append(run)
         refused: dict[str, list[str]] = {}
         for run in [run for run in self.runs if run.not_applicable]:
             reason = run.not_applicable.replace(run.name, "", 1).strip()
             refused.setdefault(reason, []).append(run.name)
         notes = [*self.notes, *(f"not run: {', '.join(n)} ({why})" for why, n in refused.items())]
-        lines += ["", *map(str, self.findings), *(_filled(note, "- ") for note in notes)]
+        lines += ["", *map(_finding, alike.values()), *(_filled(note, "- ") for note in notes)]
         return "\n".join([*lines, "", _filled(self._verdict())])
 
     def _of_pipe(self) -> list[Run]:
@@ -117,6 +107,15 @@ class Report:
         if not self.ok:
             return f"NOT OK: {same}; but micro-batches do not give what the mini-batch gives."
         return f"OK: {same}."
+
+
+def _finding(runs: list[Run]) -> str:
+    """Runs in which the same is different."""
+    names, first = ", ".join(run.name for run in runs), runs[0]
+    lines = [_filled(f"{names}: {first.what}", "- ")]
+    if first.where:
+        lines.append(_filled(f"first layer that differs: {first.where}", "  "))
+    return "\n".join([*lines, _filled(f"likely reason: {first.reason}", "  ")])
 
 
 def _filled(text: str, first: str = "") -> str:

@@ -90,12 +90,6 @@ def test_one_worker_keeps_the_plain_models_order_in_pipe_of_x():
         pipe.train_batch(x, loss_fn=torch.mean)
 
 
-def test_an_embedding_that_keeps_its_rows_short_cannot_be_tied():
-    layers = tied(nn.Embedding(5, 3, max_norm=0.1), nn.Linear(3, 5, bias=False))
-    with pytest.raises(RuntimeError, match=r"stage 0.*max_norm.*untie"):
-        pair(*layers)(torch.arange(4))
-
-
 def inside_of_a_pipe() -> list[nn.Module]:
     layer = nn.Linear(2, 2)
     return [nn.Sequential(Pipe(nn.Sequential(layer), [1], devices=["cpu"])), layer]

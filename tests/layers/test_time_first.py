@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from syncpipe import Pipe, sequential
+from syncpipe import Pipe
 from tests.support.running import Do, Using
 
 FIRST = Do(itemgetter(0))
@@ -77,10 +77,3 @@ def test_models_that_are_right_hear_nothing(layers):
         pipe(torch.rand(10, 6, 4))
         pickle.loads(pickle.dumps(pipe)).train_batch(torch.rand(12, 6, 4), loss_fn=mean)
         pipe_of(*layers)(torch.rand(10, 5, 4))
-
-
-def test_converted_models_are_looked_at_as_well():
-    model = nn.Sequential(nn.Linear(4, 4), nn.TransformerEncoderLayer(4, 2, 8))
-    layers = sequential(model, torch.rand(9, 6, 4))
-    with pytest.warns(UserWarning, match=r"self_attn is an nn\.MultiheadAttention"):
-        pipe_of(*layers)(torch.rand(10, 6, 4))
