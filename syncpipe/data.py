@@ -189,6 +189,14 @@ def by_name(root: str, tree: Any) -> dict[str, Any]:
     return dict(zip(leaf_names(root, tree), flatten(tree)[0], strict=True))
 
 
+def equal(a: Any, b: Any) -> bool:
+    """Whether two values are of one type and equal, as far as they tell."""
+    try:
+        return a is b or (type(a) is type(b) and bool(a == b))
+    except Exception:
+        return False
+
+
 def described(tensor: Tensor) -> str:
     """A tensor's dtype and shape in a few characters: ``float32[8, 3]``."""
     return f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}"
@@ -418,11 +426,7 @@ def _gathered(row: Sequence[Any], output: Any, k: int) -> Any:
 def _common(row: Sequence[Any], output: Any, k: int) -> Any:
     first = row[0]
     for i, value in enumerate(row):
-        try:
-            same = value is first or (type(value) is type(first) and bool(value == first))
-        except Exception:
-            same = False
-        if not same:
+        if not equal(value, first):
             raise ValueError(
                 f"{leaf_names('output', output)[k]} is not a tensor and differs between "
                 f"micro-batches ({first!r} in micro-batch 0, {value!r} in micro-batch {i}), so "

@@ -295,7 +295,7 @@ class Stages(ModelNames):
             dense = tensor.contiguous()
             dist.broadcast(dense, dist.get_global_rank(self._group, ranks[0]), group)
             tensor.copy_(dense)
-            if place.is_parameter:
+            if isinstance(place.tensor, nn.Parameter):
                 self._ties.append((place.full_name, group, ranks[0] == self.rank))
 
     def schedule(

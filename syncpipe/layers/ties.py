@@ -36,11 +36,6 @@ class Place(NamedTuple):
     full_name: str
     tensor: Tensor
 
-    @property
-    def is_parameter(self) -> bool:
-        """Whether it is no buffer."""
-        return isinstance(self.tensor, nn.Parameter)
-
     def __str__(self) -> str:
         return f"{self.full_name!r} (stage {self.stage})"
 
@@ -52,11 +47,6 @@ class Tie:
     tensor: Tensor
     places: tuple[Place, ...]
     stages: tuple[int, ...]
-
-    @property
-    def owner(self) -> int:
-        """The stage that has it first."""
-        return self.stages[0]
 
     def __str__(self) -> str:
         """Its names."""
@@ -157,7 +147,8 @@ def check_modes(ties: Sequence[Tie]) -> None:
     for tie in ties:
         for place in tie.places:
             module = place.module
-            if not place.is_parameter and isinstance(module, _NormBase) and module.training:
+            is_buffer = not isinstance(place.tensor, nn.Parameter)
+            if is_buffer and isinstance(module, _NormBase) and module.training:
                 raise ValueError(
                     f"{tie} are one buffer of a {type(module).__name__}, which moves it in "
                     "training. Stages see the micro-batches in another order than the plain model "

@@ -261,7 +261,7 @@ class CallTies:
         for tie in ties:
             trained = grad and tie.tensor.requires_grad
             for j in tie.stages[1:]:
-                owner, lane = lanes[tie.owner], lanes[j]
+                owner, lane = lanes[tie.stages[0]], lanes[j]
                 if trained or not same_memory(owner.device, lane.device):
                     leaf = instead[j][id(tie.tensor)] = self._leaves.leaf(tie.tensor, owner, lane)
                     call.originals[id(leaf)] = tie.tensor

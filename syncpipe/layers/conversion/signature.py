@@ -15,8 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from syncpipe.data import NoChunk, bare, by_name, described, flatten, unflatten
-from syncpipe.layers.conversion.trace import equal
+from syncpipe.data import NoChunk, bare, by_name, described, equal, flatten, unflatten
 
 __all__ = ["Signature", "batch_input", "call_arguments", "call_input", "model_signature"]
 

@@ -31,10 +31,10 @@ from torch import Tensor, fx, nn
 from torch.nn.modules import transformer
 from torch.overrides import TorchFunctionMode
 
-from syncpipe.data import flatten, tensors_in
+from syncpipe.data import equal, flatten, tensors_in
 from syncpipe.runtime.interrupts import forkable
 
-__all__ = ["CHECKS", "DEVICE", "Function", "Tracer", "Whole", "equal", "guard"]
+__all__ = ["CHECKS", "DEVICE", "Function", "Tracer", "Whole", "guard"]
 
 #: Tracing puts functions in the place of others, for all threads: one trace at a time.
 _tracing_lock = forkable()
@@ -149,14 +149,6 @@ def _parts(value: Any) -> dict[Any, Any] | None:
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         return {f.name: getattr(value, f.name) for f in dataclasses.fields(value) if f.init}
     return dict(value) if isinstance(value, Mapping) else None
-
-
-def equal(a: Any, b: Any) -> bool:
-    """Whether two values are of one type and equal, as far as they tell."""
-    try:
-        return a is b or (type(a) is type(b) and bool(a == b))
-    except Exception:
-        return False
 
 
 # Numbers that know where they come from
