@@ -218,6 +218,7 @@ class _Call:
     def begin(self, plan: Schedule, leaves: Accumulated, objective: Objective) -> Watch:
         """The call begins: what starts the sums of a stage after its last backward."""
         owner = self._owner
+        owner.peers.sent = True
         self._leaves, self._objective = leaves, objective
         stages = leaves.parameters[: plan.n]
         self._sizes = [[leaf.requires_grad * leaf.nbytes for leaf in stage] for stage in stages]

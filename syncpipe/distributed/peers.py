@@ -65,7 +65,7 @@ class Peers:
         self._keys = [f"{self._prefix}/{rank}" for rank in range(self.size)]
         self._store = dist.distributed_c10d._get_default_store()
         #: The last calls by number; up to which one a process takes part, and why no longer.
-        self._row = SimpleNamespace(calls={}, last=0, until=math.inf, gone="")
+        self._row = SimpleNamespace(calls={}, last=0, refused=0, until=math.inf, gone="")
         self._write = partial(_written, self._store, self._keys[self.rank], self._row)
         self._write()
         self._begun, self._stop = math.inf, threading.Event()
@@ -99,8 +99,9 @@ class Peers:
 
     @contextmanager
     def call(self, name: str) -> Iterator[None]:
-        """Makes a call, which is the same in all processes. One that fails ends all of them."""
-        row = self._row
+        """Makes a call, which is the same in all processes. One that fails ends all of them, but
+        for one that all refuse before anything is ``sent``."""
+        row, self.sent = self._row, False
         if row.gone:
             raise RuntimeError(
                 f"this {self._what} has ended: {row.gone}. Start the processes anew, from a "
@@ -116,10 +117,27 @@ class Peers:
         try:
             yield
         except BaseException as error:
+            if isinstance(error, Exception) and not self.sent and self._all_refuse():
+                raise
             found = self._failed(error)
             raise found from found.__cause__
         finally:
             self._begun = math.inf
+
+    def _all_refuse(self) -> bool:
+        self._row.refused = last = self._row.last
+        self._write()
+        return not self._silent(PATIENCE, lambda row: row.refused >= last)
+
+    def _silent(self, seconds: float, says: Callable[[Any], bool]) -> list[str]:
+        """Waits until all have something in their rows, or nobody will; who does not have it."""
+        until = time.monotonic() + seconds
+        while True:
+            rows = self._rows()
+            silent = [r for r in range(self.size) if r not in rows or not says(rows[r])]
+            if not silent or time.monotonic() > until or self.why():
+                return list(map(self._name, silent))
+            time.sleep(0.05)
 
     def _failed(self, error: BaseException) -> BaseException:
         """Ends working together. What to raise: the error, or the reason that another one gave."""
@@ -129,24 +147,16 @@ class Peers:
         self._write()
         self.close()
         if not row.gone:  # it is the one that does not say so
-            until = time.monotonic() + _ANSWER
-            while (silent := self._silent()) and time.monotonic() < until and not self.why():
-                time.sleep(0.05)
+            silent = ", ".join(self._silent(_ANSWER, lambda row: row.until < 0)) or "a process"
             row.gone = self.why() or (
-                f"{', '.join(silent) or 'a process'} does not answer any more, and has probably "
-                f"been killed; {self._name(self.rank)} lost its connection: {error}"
+                f"{silent} does not answer any more, and has probably been killed; "
+                f"{self._name(self.rank)} lost its connection: {error}"
             )
             self._write()
         if row.gone == own or not isinstance(error, Exception):
             return error
         kind = RemoteError if " failed with " in row.gone else LostProcess
         return kind(f"{row.gone} (the {self._what} has ended in all processes)")
-
-    def _silent(self) -> list[str]:
-        """Who has not written that it has ended."""
-        rows = self._rows()
-        here = [rank for rank in range(self.size) if rank not in rows or rows[rank].until >= 0]
-        return list(map(self._name, here))
 
     def why(self) -> str:
         """Why this call cannot come to its end, as others say; empty if nobody knows."""
@@ -206,7 +216,7 @@ class Peers:
         return [found for _, _, found in rows]
 
     def _exchange(self, message: Any) -> list[Any]:
-        own = pickle.dumps(message)
+        self.sent, own = True, pickle.dumps(message)
         sizes = [int(size) for size in self._gather(torch.tensor([len(own)]))]
         own = own.ljust(max(sizes))
         rows = self._gather(torch.frombuffer(bytearray(own), dtype=torch.uint8))

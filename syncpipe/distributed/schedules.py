@@ -110,7 +110,7 @@ class _Checked:
             The outputs on the rank of the last stage, detached; None elsewhere.
 
         Raises:
-            TypeError, ValueError: the arguments do not fit.
+            TypeError, ValueError: the arguments do not fit. Where all ranks refuse, all can go on.
             RuntimeError: another rank has failed, refused its arguments or does something else.
         """
         owner, m, backward = self._owner, self._n_microbatches, self._has_backward
@@ -120,6 +120,7 @@ class _Checked:
         with owner.peers.call(what):
             try:
                 batch = self._begun(args, kwargs, target, backward, return_outputs)
+                owner.peers.sent = True
                 with owner._added_up() if backward else torch.no_grad():
                     # Outputs are kept here, for they may be any trees.
                     given = [] if owner.first is None else [index]

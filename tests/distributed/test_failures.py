@@ -235,6 +235,19 @@ def test_ctrl_c_while_another_process_is_late(two, where):
     assert same_there
 
 
+def all_refuse() -> list[str]:
+    pipe, _ = pipe_of()
+    x, target = mine()
+    calls = [target, target[1:], target]
+    return [told(lambda t=t: pipe.train_batch(x, t, loss_fn=F.cross_entropy)) for t in calls]
+
+
+def test_a_call_that_all_processes_refuse_ends_nothing(two):
+    for first, second_call, third in two.run(all_refuse):
+        assert second_call.startswith("ValueError: the input and the target")
+        assert first == third == "nothing"
+
+
 def refused(how: str) -> tuple[str, bool, str]:
     """What models, arguments and calls are refused by ``data_parallel``, in a process of its own.
 
