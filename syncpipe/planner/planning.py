@@ -11,6 +11,7 @@ from itertools import chain
 from typing import Any
 
 import torch
+from torch import nn
 
 from syncpipe.balance import EFFICIENCY, DeviceSpec, Profile, estimated
 from syncpipe.balance import profile as measured
@@ -174,11 +175,16 @@ def layers_of(
             if given is not None:
                 raise ValueError(f"a profile is measured already: leave out {name}")
         layers = module
+    elif not isinstance(module, nn.Module | Iterable):
+        raise TypeError(
+            "module must be an nn.Sequential, a list of layers or a Profile, not "
+            f"{type(module).__name__}"
+        )
     elif sample is None:
         raise ValueError("to measure the layers, plan needs a sample: an input of a micro-batch")
     elif on is not None:
         part = EFFICIENCY if efficiency is None else efficiency
-        layers = estimated(module, sample, on=on, efficiency=part, progress=progress)
+        layers = estimated(module, sample, on=on, efficiency=part, progress=progress)  # type: ignore[arg-type]
     else:
         where: dict[str, Any] = {}
         if (real := real_devices(devices)) is not None:
@@ -186,7 +192,7 @@ def layers_of(
             where["device"] = next(iter(workers)).device
             if where["device"].type == "cpu":
                 where["threads"] = max(1, torch.get_num_threads() // len(workers))
-        layers = measured(module, sample, timeout=timeout, progress=progress, **where)
+        layers = measured(module, sample, timeout=timeout, progress=progress, **where)  # type: ignore[arg-type]
     size = layers.sizes[-1]
     if not any(layer.forward[size] + layer.backward[size] for layer in layers.layers):
         raise ValueError(
