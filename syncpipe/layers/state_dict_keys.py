@@ -57,15 +57,12 @@ def translate_keys(state_dict: dict[str, Any], prefix: str, module: nn.Module) -
             names.append(name)
             values.append(state_dict.pop(key))
     own = module.state_dict() if names else {}
-    if len(names) == len(own) and {*names} != own.keys():
-        old, new = zip(names, values, strict=True), own.items()
-        if all(map(_alike, old, new)):
-            names = list(own)
+    alike = [*map(_kind, names, values)] == [*map(_kind, own, own.values())]
+    if alike and {*names} != own.keys():
+        names = list(own)
     state_dict.update({prefix + n: value for n, value in zip(names, values, strict=True)})
 
 
-def _alike(old: tuple[str, Any], new: tuple[str, Any]) -> bool:
-    """Whether names end alike, and values have the same shape."""
-    (a, value), (b, tensor) = old, new
-    same_name = a.rpartition(".")[2] == b.rpartition(".")[2]
-    return same_name and getattr(value, "shape", None) == getattr(tensor, "shape", None)
+def _kind(name: str, value: Any) -> tuple[str, Any]:
+    """The end of a name, and the shape of the value."""
+    return name.rpartition(".")[2], getattr(value, "shape", None)
