@@ -48,9 +48,9 @@ _DECIDES = frozenset(
     {"__bool__", "__int__", "__float__", "__index__", "is_nonzero", "equal", "allclose",
      "__contains__"}
 )  # fmt: skip
-#: Python takes values out of a tensor, or puts them in.
+#: Python takes values out of a tensor, or puts them in; a graph that it walks may be cut.
 _READS = frozenset({"tolist", "numpy", "__array__", "untyped_storage", "storage", "__set__",
-                    "__complex__", "__delete__", "backward", "register_hook"})  # fmt: skip
+                    "__complex__", "__delete__", "backward", "grad", "register_hook"})  # fmt: skip
 _PLAIN = (int, float, complex, str, bytes, bool, type(None), type(Ellipsis), torch.dtype,
           torch.layout, torch.memory_format, torch.device)  # fmt: skip
 #: The name of the device where a layer is; it becomes that of a tensor that the layer is given.

@@ -107,6 +107,8 @@ REFUSED: list[tuple[Any, tuple[Any, ...], type[Exception], str]] = [
     (pair(lambda _, x: -x if (x > 2).any().item() else x), (X,), ValueError,
      rf"{CUT}.*values in a tensor:\n .*item"),
     (pair(by_list), (X,), ValueError, rf"{CUT}.*takes values out.*tolist.*\n .*x\.tolist\(\)"),
+    (does(lambda m, x: torch.autograd.grad(m.b(m.a(x.requires_grad_())).sum(), x)[0]), (X,),
+     ValueError, rf"{CUT}.*takes values out.*\(grad\)"),
     (pair(counts), (X,), ValueError, rf"{CUT}its forward sets the attribute calls\. Move this"),
     (COLLECTS, (X,), ValueError, rf"{CUT}its forward sets the attribute seen"),
     (pair(casts), (X,), ValueError, rf"{CUT}.*another mode .*autocast"),
