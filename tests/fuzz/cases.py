@@ -25,7 +25,7 @@ _SAVED = [_ATEN.addmm.default, _ATEN.mm.default, _ATEN.tanh.default, _ATEN.randn
 _MODES = [*CHECKPOINT_MODES, *CHECKPOINT_MODES, "offload"]
 #: Those that replicas may run at the same time: they write into no state, nor have hidden leaves.
 ALIKE = ["linear", "conv", "layer_norm", "tanh", "gelu", "frozen", "residual", "relu_", "mul_"]
-ALIKE += ["forward_hook", "backward_hook"]
+ALIKE += ["forward_hook", "backward_hook", "identity", "view", "slice"]
 ALIKE += ["fork", "join", "twice", "meet", "send", "send_int", "send_none"]
 ALIKE += ["receive", "receive_unused", "dropout", "rrelu", "noise", "dawdle"]
 
