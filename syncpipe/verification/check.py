@@ -258,8 +258,10 @@ class _Check:
 
     def _culprit(self) -> tuple[str, str]:
         """The first layer that a pipe can make give something else, and why."""
-        found = next((each for each in self._seen if each.suspicious), None)
-        return ("", "") if found is None else (str(found.layer), found.reason())
+        for each in self._seen:
+            if each.writes or (not each.repeats and "buffer" not in each.changed):
+                return str(each.layer), each.reason()
+        return "", ""
 
     # --- what is run -----------------------------------------------------------------------------
 
@@ -296,7 +298,8 @@ class _Check:
                 torch.autograd.backward(roots[i])
             for leaf in self._state.leaves:  # two may have one memory for their first gradients
                 leaf.grad = None if leaf.grad is None else leaf.grad.clone()
-        run.commit()
+        for statistics in run.statistics.values():
+            statistics.commit()
         self._loss_draws = len(self._layers) in run.drew
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")

@@ -79,11 +79,12 @@ class PlainRun:
     """One run of the plain model. It begins with a draw from the caller's generator, as a call.
 
     ``drew`` has the layers that drew random numbers; the loss function comes after the last one.
+    ``statistics`` are those of each stage, to be committed.
     """
 
     def __init__(self, layers: list[Layer]) -> None:
         self._layers, self._seed = layers, draw_seed()
-        self._statistics: dict[int, MiniBatchStatistics] = defaultdict(MiniBatchStatistics)
+        self.statistics: dict[int, MiniBatchStatistics] = defaultdict(MiniBatchStatistics)
         self.drew: set[int] = set()
 
     def forward(self, i: int, value: Any) -> Any:
@@ -106,7 +107,7 @@ class PlainRun:
     def layer(self, layer: Layer, i: int, value: Any, store: Store) -> Any:
         stage = layer.stage
         store.update({key: placed(skip, stage.device) for key, skip in store.items()})
-        collecting = collect(self._statistics[stage.j]) if stage.defers else nullcontext()
+        collecting = collect(self.statistics[stage.j]) if stage.defers else nullcontext()
         try:
             with use_store(store), collecting:
                 value, call = placed(value, stage.device), layer.call()
@@ -124,10 +125,6 @@ class PlainRun:
         if seen.draws:
             self.drew.add(index)
         return result
-
-    def commit(self) -> None:
-        for statistics in self._statistics.values():
-            statistics.commit()
 
 
 class Observation(NamedTuple):
@@ -147,11 +144,6 @@ class Observation(NamedTuple):
     draws: bool
     writes: bool
     changed: dict[str, list[str]]
-
-    @property
-    def suspicious(self) -> bool:
-        """Whether a pipe can make it give something else."""
-        return self.writes or (not self.repeats and "buffer" not in self.changed)
 
     def reason(self) -> str:
         changed = _few([name for names in self.changed.values() for name in names])

@@ -67,10 +67,7 @@ class Converted(ModelNames, nn.Sequential):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """As the forward of the model."""
-        value = call_input(self, args, kwargs)
-        for layer in self:
-            value = layer(value)
-        return value
+        return super().forward(call_input(self, args, kwargs))  # type: ignore[no-untyped-call]
 
 
 def sequential(
