@@ -298,8 +298,7 @@ class _Check:
                 torch.autograd.backward(roots[i])
             for leaf in self._state.leaves:  # two may have one memory for their first gradients
                 leaf.grad = None if leaf.grad is None else leaf.grad.clone()
-        for statistics in run.statistics.values():
-            statistics.commit()
+        run.statistics.commit()
         self._loss_draws = len(self._layers) in run.drew
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")

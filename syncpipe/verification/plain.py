@@ -7,7 +7,6 @@ call, layer, micro-batch); deferred batch normalisations leave their statistics 
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Callable, Iterable
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -79,12 +78,11 @@ class PlainRun:
     """One run of the plain model. It begins with a draw from the caller's generator, as a call.
 
     ``drew`` has the layers that drew random numbers; the loss function comes after the last one.
-    ``statistics`` are those of each stage, to be committed.
+    ``statistics`` are those of the mini-batch, to be committed.
     """
 
     def __init__(self, layers: list[Layer]) -> None:
-        self._layers, self._seed = layers, draw_seed()
-        self.statistics: dict[int, MiniBatchStatistics] = defaultdict(MiniBatchStatistics)
+        self._layers, self._seed, self.statistics = layers, draw_seed(), MiniBatchStatistics()
         self.drew: set[int] = set()
 
     def forward(self, i: int, value: Any) -> Any:
@@ -107,7 +105,7 @@ class PlainRun:
     def layer(self, layer: Layer, i: int, value: Any, store: Store) -> Any:
         stage = layer.stage
         store.update({key: placed(skip, stage.device) for key, skip in store.items()})
-        collecting = collect(self.statistics[stage.j]) if stage.defers else nullcontext()
+        collecting = collect(self.statistics) if stage.defers else nullcontext()
         try:
             with use_store(store), collecting:
                 value, call = placed(value, stage.device), layer.call()
