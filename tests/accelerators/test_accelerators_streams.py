@@ -138,21 +138,16 @@ def evaluate(user: User) -> None:
 
 
 def train(user: User) -> None:
-    """Everything that went in is overwritten, and everything that came out is used."""
-    for j, weighted in ((0, False), (-1, False), (-1, True)):
-        x, target = user.made(0, grad=True), user.made(j)
-        loss, output = user.batch(x, target, return_outputs=True, weighted=weighted)
-        overwrite(x, target, loss, output, x.grad)
-        del loss, output
-        user.optimize()
+    """Everything that went in is overwritten, and everything that came out is used.
 
-
-def accumulate(user: User) -> None:
-    """Gradients are there already; the second time they are scaled in the end."""
-    for weighted in (False, True):
-        user.batch(user.made(0), user.made(-1), weighted=weighted)
-    user.pipe(user.made(0)).square().sum().backward()
-    user.batch(user.made(0), user.made(-1))
+    In the second call gradients are there already; the third one scales them in the end.
+    """
+    x, target = user.made(0, grad=True), user.made(-1)
+    loss, output = user.batch(x, target, return_outputs=True, weighted=True)
+    overwrite(x, target, loss, output, x.grad)
+    del loss, output
+    user.batch(data_iter=user.pairs())
+    user.batch(user.made(0), user.made(0), weighted=True)
     user.optimize()
 
 
@@ -179,13 +174,6 @@ def fail(user: User) -> None:
     user.criterion.fails = False
     assert all(map(torch.equal, kept, [leaf.grad for leaf in user.leaves()]))
     user.optimize()
-
-
-def iterate(user: User) -> None:
-    user.batch(data_iter=user.pairs())
-    user.optimize()
-    with torch.no_grad():
-        overwrite(user.pipe.eval_batch(data_iter=user.pairs(), loss_fn=user.criterion))
 
 
 def take_turns(user: User) -> None:
@@ -223,7 +211,7 @@ def take_turns(user: User) -> None:
             user.joined(streams)
 
 
-USES = [forward, evaluate, train, accumulate, fail, iterate, take_turns]
+USES = [forward, evaluate, train, fail, take_turns]
 SCHEDULES = ["naive", "gpipe", "1f1b", "zb_h1", "interleaved_1f1b"]
 
 
@@ -309,7 +297,7 @@ def test_an_iterator_is_asked_on_the_callers_streams(driver, layout):
 def test_a_trace_waits_for_nothing_that_it_does_not_need(by_hand, checkpoint):
     user = User("workers", "1f1b", True, checkpoint=checkpoint)
     with user.pipe.trace() as trace:
-        used(user, by_hand, [train, iterate])
+        used(user, by_hand, [train])
     kinds = {span.kind for span in trace.spans}
     assert kinds >= {"forward", "backward", "transfer"}
     assert ("recompute" in kinds) == (checkpoint == "always")
