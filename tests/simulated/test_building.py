@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from typing import Any
 
 import pytest
@@ -18,6 +19,12 @@ pytestmark = pytest.mark.gpu
 A, B = simulated.devices(2)
 WIDTH = 256
 LAYER = 4 * (WIDTH * WIDTH + WIDTH)
+
+
+@pytest.fixture(autouse=True)
+def all_memory_is_this_tests() -> None:
+    """What others left in cycles would go in the middle of it."""
+    gc.collect()
 
 
 def specs() -> list[Any]:
