@@ -109,8 +109,7 @@ def verify(
     loss = known_loss(loss_fn, loss_reduction, weight)
     if isinstance(schedules, str | os.PathLike | Schedule) or callable(schedules):
         schedules = [schedules]
-    own = pipe.schedule
-    named = [*SCHEDULES, *([] if isinstance(own, str) and own in SCHEDULES else [own])]
+    named = [*SCHEDULES, *(own for own in [pipe.schedule] if own not in [*SCHEDULES])]
     asked = named if schedules is None else list(map(checked_schedule, schedules))
     options = {"loss_fn": loss_fn, "weight": weight, "loss_reduction": loss_reduction}
     with pipe._ready().training:  # nobody trains it meanwhile
