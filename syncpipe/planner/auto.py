@@ -138,8 +138,6 @@ def _layers(
     name = type(model).__name__
     if not isinstance(model, nn.Module):
         raise TypeError(f"Pipe.auto takes an nn.Module, not {name}")
-    if getattr(model, "_syncpipe_skips_are_internal", False):
-        raise TypeError("this is a Pipe already: give Pipe.auto the model that it was made of")
     layers = model
     plain = isinstance(model, nn.Sequential) and type(model).forward is nn.Sequential.forward
     if not (hasattr(model, "whole") or (plain and len(model) >= devices)):  # type: ignore[arg-type]

@@ -422,7 +422,8 @@ class CallReplicas:
                 raise RuntimeError(
                     f"{drew[0]} of stage {stage.j}, which has replicas, drew random numbers for "
                     "the first time only now, and other replicas did not know that it would. It "
-                    "is known from the next call on: call again"
+                    "is known from the next call on: call again. If a thread of yours draws random "
+                    "numbers meanwhile, give it a torch.Generator of its own"
                 )
         for stage, mode in self._seen:
             stage.seen.add(mode)

@@ -6,6 +6,7 @@ import os
 import signal
 import threading
 from collections.abc import Callable
+from datetime import timedelta
 from functools import partial
 from typing import Any
 
@@ -114,6 +115,31 @@ def second(how: str, stage: int = 0, before: bool = False) -> tuple[str, bool, s
 
 
 _kept: list[Pipe] = []
+
+
+def closes() -> None:
+    """Who waits for process 1 is woken, although process 0 has closed its connections before."""
+    rank = distributed.get_rank()
+    here = peers.Peers(peers.given_group(None, "group"), "pipe", "process")
+    group, store = here.groups[0], distributed.distributed_c10d._get_default_store()
+    keys = [f"{group.group_name}/{what}" for what in ("closed", "done")]
+    limit = timedelta(seconds=30)
+    if rank == 0:
+        here.close()
+        store.set(keys[0], "")
+    elif rank == 2:
+        works = [distributed.irecv(torch.empty(1), None, group, group_src=k) for k in (0, 1)]
+        store.wait([keys[0]])
+        told(lambda: works[0].wait(limit))
+        here.close()
+        said = told(lambda: works[1].wait(limit))
+        store.set(keys[1], "")
+        assert "30000ms" not in said
+    store.wait([keys[1]])
+
+
+def test_closing_wakes_whoever_waits(three):
+    three.run(closes)
 
 
 FAILS = {

@@ -114,6 +114,8 @@ def sequential(
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"sequential() takes an nn.Module, not {type(model).__name__}")
+    if getattr(model, "_syncpipe_skips_are_internal", False):
+        raise TypeError("this is a Pipe already: give the model that it was made of")
     name = type(model).__name__
     if next(model.parameters(), None) is None:
         raise ValueError(
@@ -122,8 +124,7 @@ def sequential(
         )
     if any(is_lazy(parameter) for parameter in model.parameters()):
         raise ValueError(f"{name} has lazy modules that know no sizes yet: run it once before")
-    on_meta = any(parameter.is_meta for parameter in model.parameters())
-    if verify and on_meta:
+    if verify and any(parameter.is_meta for parameter in model.parameters()):
         raise ValueError(f"{name} is on meta, where nothing can be compared: say verify=False")
     signature = Signature(model.forward, name)
     sample = signature.take(sample_args, sample_kwargs)

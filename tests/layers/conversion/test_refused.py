@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from syncpipe import sequential
+from syncpipe import Pipe, sequential
 from tests.layers.conversion.models import Does, Pair, ResNet, Transformer, tokens
 from tests.support.running import Do
 from tests.support.untouched import snapshot
@@ -138,6 +138,7 @@ REFUSED: list[tuple[Any, tuple[Any, ...], type[Exception], str]] = [
     (hooked, (X,), ValueError, r"Pair has hooks \(_forward_hooks\)"),
     (nn.ReLU, (X,), ValueError, "ReLU has no parameters"),
     (lambda: lambda x: x, (X,), TypeError, r"takes an nn\.Module, not function"),
+    (lambda: Pipe(nn.Sequential(nn.Linear(2, 2)), [1]), (X,), TypeError, "a Pipe already"),
     (lambda: nn.Sequential(nn.LazyLinear(3)), (X,), ValueError, "lazy modules .*: run it once"),
     (lambda: Pair().to("meta"), (X,), ValueError, r"is on meta, .*verify=False"),
     (Pair, (1, 2), TypeError, r"too many positional arguments: Pair takes \(x\)"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from typing import Any
 
 import pytest
 import torch
@@ -10,7 +11,8 @@ from torch import Tensor, nn
 
 from syncpipe import Pipe
 from tests.fuzz.models import dawdling
-from tests.support.running import in_threads, pipe_of, raising
+from tests.support.running import Do, in_threads, pipe_of, raising
+from tests.support.watched import Memory, alive
 
 
 def test_eval_batch_in_several_threads_leaves_the_flags_and_is_right():
@@ -23,6 +25,22 @@ def test_eval_batch_in_several_threads_leaves_the_flags_and_is_right():
 
     assert in_threads(evaluate, *range(3)) == [True] * 3
     assert all(modes_of(pipe))
+
+
+def test_eval_batch_never_re_materializes_and_stores_nothing():
+    references: list[Any] = []
+    counts = []
+
+    def look(x):
+        y = x * 2
+        counts.append(alive(references))
+        references.append(Memory(y))
+        return y.sin()
+
+    pipe = pipe_of(nn.Sequential(nn.Linear(3, 3), Do(look)), chunks=4, checkpoint="always")
+    pipe.eval_batch(torch.randn(8, 3), loss_fn=torch.sum)
+    assert counts == [0] * 4
+    assert alive(references) == 0
 
 
 class Merging(nn.Linear):
