@@ -76,6 +76,7 @@ class StageRun:
             put that into the modules for the time of a run, or ``shallow`` copies of them have it.
         modules: the modules as they are in this call, if it recomputes.
         backward_draws: the generators that its backward draws from; None until one went back.
+        drew: for each layer those that it was seen to draw from.
         units: its pieces, if they are recomputed one by one, and whether each is.
     """
 
@@ -99,6 +100,7 @@ class StageRun:
         self.shallow: Any = None  # a ShallowCopy
         self.modules: ModuleState | None = None
         self.backward_draws: int | None = None
+        self.drew = [0] * len(stage.names)
         self.first = stage.j == 0 and stage.whole is None
         self.words = f"stage {stage.j} ({stage.layers_in_words}), micro-batch"
         self.units = [
@@ -270,6 +272,8 @@ class StageRun:
         result, seen = run_seeded(stage.generators, which, cell, function, given, observe=observe)
         if observe:
             stage.learn(seen)
+            if seen.touches and self.backward_draws is not None:
+                self.backward_draws = stage.backward_draws
         return result, seen.draws if draws is None else draws
 
     def backward(self, i: int, run: Callable[..., None], *args: Any) -> None:
@@ -440,6 +444,7 @@ class StageRun:
             ends = seen.ends
             if first:
                 stage.learn(seen, k)
+                self.drew[k] |= seen.draws
         else:
             mine = stage.generators.own
             before = [] if wanted is None else states_of(mine)

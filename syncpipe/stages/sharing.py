@@ -356,7 +356,7 @@ class CallReplicas:
         self.trained: dict[int, list[Tensor]] = {}
         self._before: list[tuple[Stage, nn.Module, str, Tensor, int]] = []
         #: Owners, and what their replicas know of their draws.
-        self._known: list[tuple[Stage, list[int], int]] = []
+        self._known: list[tuple[StageRun, list[int], StageRun]] = []
         #: Stages whose draws this call shows, if it comes to its end, in which mode.
         self._seen: list[tuple[Stage, Any]] = []
         for (j, *others), replicas in zip(pipeline.numbers, pipeline.replicas, strict=True):
@@ -395,7 +395,7 @@ class CallReplicas:
         for one, other in zip(owner.all, run.all, strict=True):
             draws = [a | b for a, b in zip(one.stage.draws, other.stage.draws, strict=True)]
             other.stage.draws[:] = draws
-            self._known.append((one.stage, draws, run.backward_draws))
+            self._known.append((one, draws, run))
 
     def let_train(self, replicas: Sequence[Sequence[Replica]]) -> None:
         """Call where what is trained changes in the call itself, on each replica by itself."""
@@ -415,9 +415,11 @@ class CallReplicas:
                     "layer counts in its buffers, or writes into its parameters, would be of "
                     "these. Give the stage one device, or let the layer return it"
                 )
-        for stage, known, backward in self._known:
-            drew = [stage.layer(k) for k, d in enumerate(stage.draws) if d & ~known[k]]
-            drew += ["a backward"] if stage.backward_draws & ~backward else []
+        for run, known, replica in self._known:
+            stage = run.stage  # of which another call may have learned meanwhile
+            drew = [stage.layer(k) for k, d in enumerate(run.drew) if d & ~known[k]]
+            late = (run.backward_draws or 0) & ~(replica.backward_draws or 0)
+            drew += ["a backward"] if late else []
             if drew:
                 raise RuntimeError(
                     f"{drew[0]} of stage {stage.j}, which has replicas, drew random numbers for "

@@ -225,6 +225,23 @@ def test_a_layer_that_begins_to_draw_is_noticed(driver):
     assert torch.equal(*found)
 
 
+def test_what_a_call_in_the_middle_or_a_loss_draws_is_known_to_all():
+    layers = nn.Sequential(nn.Linear(3, 3), nn.Dropout(), nn.Linear(3, 3), Do(torch.sin))
+    pipe, x = dealt(layers, [2, 2], [2, 2], chunks=4, checkpoint=[(1,), "never"]), torch.ones(8, 3)
+
+    def within() -> Any:
+        run(pipe, "no_grad", x)  # where the dropout is not recomputed by itself, and seen to draw
+        yield from [(x[:2], None)] * 4
+
+    def loss_fn(y: Tensor) -> Tensor:
+        with torch.random.fork_rng(devices=[]):
+            return y.mean()
+
+    pipe.train_batch(x, loss_fn=torch.mean)
+    pipe.train_batch(data_iter=within(), loss_fn=torch.mean)
+    pipe.train_batch(x, loss_fn=loss_fn)
+
+
 def test_layers_that_a_failed_call_did_not_reach_may_draw_in_the_next():
     pipe, results = dealt(nn.Sequential(nn.Linear(3, 3), Noise()), [2], [2], chunks=4), []
     with pytest.raises(RuntimeError, match="shapes"):
