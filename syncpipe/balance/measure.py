@@ -15,6 +15,7 @@ from __future__ import annotations
 import math
 import operator
 import os
+import re
 import statistics
 import time as clock
 from collections.abc import Callable, Iterable, Iterator
@@ -23,6 +24,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from importlib.util import find_spec
 from itertools import accumulate, chain, pairwise
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -57,7 +59,10 @@ from syncpipe.skip.layout import inspect_layout
 from syncpipe.skip.store import SkipKey, use_store
 from syncpipe.state import sandboxed
 
-__all__ = ["EFFICIENCY", "estimated", "profile", "resized", "samples_in"]
+__all__ = [
+    "EFFICIENCY", "RESERVE", "estimated", "measure_memory", "profile", "resized", "samples_in",
+    "stopwatch",
+]  # fmt: skip
 
 #: Micro-batches are measured at so many sizes if nobody names them.
 SIZES = 4
@@ -80,6 +85,10 @@ COUNTING = 1.5e-6
 #: Bytes of layers that are measured together: several times the caches of processors and GPUs,
 #: and no more than an eighth of what is free on the device.
 WINDOW = 256_000_000
+
+#: The part of an accelerator's free memory that is left alone: for what the caching allocator loses
+#: between blocks, and for what libraries take for themselves at their first call.
+RESERVE = 0.06
 
 #: Marks a moment; and the seconds from one to another, given the later first.
 Watch = tuple[Callable[[], Any], Callable[[Any, Any], float]]
@@ -277,6 +286,29 @@ def stopwatch(device: torch.device) -> Watch:
     return mark, between
 
 
+def measure_memory(device: torch.device) -> float:
+    """Bytes that can be allocated on a device now.
+
+    On an accelerator what is free and what this process's caching allocator holds unused, less
+    ``RESERVE`` of it; on the CPU what the operating system says is available.
+
+    Raises:
+        ValueError: it is unknown.
+    """
+    try:
+        if device.type == "cpu":
+            text = Path("/proc/meminfo").read_text()
+            return 1024.0 * int(re.findall(r"^MemAvailable:\s+(\d+) kB", text, re.MULTILINE)[0])
+        module = torch.get_device_module(device.type)
+        free = module.mem_get_info(device)[0]
+        unused = module.memory_reserved(device) - module.memory_allocated(device)
+        return float((free + unused) * (1 - RESERVE))
+    except (LookupError, AttributeError, OSError, RuntimeError) as error:
+        raise ValueError(
+            f"how much memory is free on {device} cannot be found out ({error}): give memory='16GB'"
+        ) from error
+
+
 @dataclass(eq=False)
 class _Visit:
     """One layer and its input, for one size of the micro-batch: to be run as often as need be."""
@@ -354,13 +386,6 @@ class _Visit:
             return 0.0
         whole = min(self.backward)
         return min(1.0, max(0.0, 1 - min(self.to_inputs) / whole)) if whole else None
-
-    @property
-    def rate(self) -> list[float]:
-        """By what factor it took longer than is likely; empty if that is unknown."""
-        if not self.likely:
-            return []
-        return [(min(self.forward) + min(self.backward)) / self.likely]
 
     def python(self, until: float) -> float:
         """Seconds of Python in one forward of the layer, by the best of some runs.
@@ -502,7 +527,9 @@ class _Profiler:
         given = {size: size_of(value) for size, value in self._values.items()}
         found: list[dict[str, Any]] = []  # what a LayerProfile is made of
         window: list[list[_Visit]] = []
-        held, most = 0, _window(self._home)
+        held, most = 0, float(WINDOW)
+        with suppress(ValueError):
+            most = min(most, measure_memory(self._home) / 8)
         for index in range(len(self._layers)):
             numbers, visits = self._observed(index)
             found.append(numbers)
@@ -621,6 +648,7 @@ class _Profiler:
             for k, visits in enumerate(window if self._roofline is None else ()):
                 found[k]["interpreter"] = visits[0].python(begin + share * (k + 1) / 4)
             self._rotate(window, begin + share * len(window))
+            self._rates += _rates(window)
         for numbers, visits in zip(found, window, strict=True):
             plausible = median = 0.0
             for what in ("forward", "backward"):
@@ -634,7 +662,6 @@ class _Profiler:
                     median += statistics.median(times[-1])
             if self._timed:
                 self._rounds.append((plausible, visits[-1].likely, median))
-                self._rates += visits[-1].rate
                 numbers["weight_share"] = visits[-1].weight_share()
 
     def _rotate(self, window: list[list[_Visit]], until: float) -> None:
@@ -657,7 +684,7 @@ class _Profiler:
         """Whether another round comes near each least time, more samples take neither less time nor
         much more than in proportion, and no layer much more than others for what it does.
         """
-        rates = [rate for visits in window for rate in visits[-1].rate]
+        rates = _rates(window)
         if max(rates, default=0.0) > FAR * _middle([*self._rates, *rates]):
             return False
         for visits in window:
@@ -673,15 +700,12 @@ class _Profiler:
         return True
 
 
+def _rates(window: list[list[_Visit]]) -> list[float]:
+    """By what factor layers took longer than is likely, where that is known."""
+    largest = [visits[-1] for visits in window if visits[-1].likely]
+    return [(min(visit.forward) + min(visit.backward)) / visit.likely for visit in largest]
+
+
 def _middle(rates: list[float]) -> float:
     """The median; infinite where it is unknown."""
     return (statistics.median(rates) if rates else 0.0) or math.inf
-
-
-def _window(device: torch.device) -> float:
-    """Bytes of layers that are measured together on a device."""
-    if device.type not in ("cpu", "meta"):
-        with suppress(AttributeError, RuntimeError):
-            free: int = torch.get_device_module(device.type).mem_get_info(device)[0]
-            return min(WINDOW, free / 8)
-    return WINDOW

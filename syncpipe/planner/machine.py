@@ -20,14 +20,14 @@ from dataclasses import dataclass
 from functools import cache
 from itertools import chain, permutations
 from numbers import Real
-from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
 
 import torch
 
+from syncpipe.balance.measure import RESERVE, measure_memory, stopwatch
 from syncpipe.layers.placement import check_devices, default_devices, resolve_workers
-from syncpipe.runtime.streams import AcceleratorStreams, same_memory
+from syncpipe.runtime.streams import same_memory
 
 __all__ = [
     "BYTES", "RATE", "RESERVE", "Machine", "clear_cache", "kind_of", "link_bandwidth",
@@ -37,9 +37,6 @@ __all__ = [
 EXAMPLE = "8 x 16GB, 12GB/s"
 _MOST_DEVICES = 1024
 
-#: The part of an accelerator's free memory that plans leave alone: for what the caching allocator
-#: loses between blocks, and for what libraries take for themselves at their first call.
-RESERVE = 0.06
 _COPY_BYTES = 64_000_000
 _ROUNDS = 5
 
@@ -341,29 +338,6 @@ def kind_of(device: torch.device) -> str:
     return device.type
 
 
-def measure_memory(device: torch.device) -> float:
-    """Bytes that can be allocated on a device now.
-
-    On an accelerator what is free and what this process's caching allocator holds unused, less
-    ``RESERVE`` of it; on the CPU what the operating system says is available.
-
-    Raises:
-        ValueError: it is unknown.
-    """
-    try:
-        if device.type == "cpu":
-            text = Path("/proc/meminfo").read_text()
-            return 1024.0 * int(re.findall(r"^MemAvailable:\s+(\d+) kB", text, re.MULTILINE)[0])
-        module = torch.get_device_module(device.type)
-        free = module.mem_get_info(device)[0]
-        unused = module.memory_reserved(device) - module.memory_allocated(device)
-        return float((free + unused) * (1 - RESERVE))
-    except (LookupError, AttributeError, OSError, RuntimeError) as error:
-        raise ValueError(
-            f"how much memory is free on {device} cannot be found out ({error}): give memory='16GB'"
-        ) from error
-
-
 def measure_bandwidth(source: torch.device, target: torch.device) -> float:
     """Bytes per second from one device to another, one of them an accelerator.
 
@@ -378,8 +352,7 @@ def measure_bandwidth(source: torch.device, target: torch.device) -> float:
         raise ValueError(
             f"the way from {source} to {target} cannot be measured: give bandwidth='12GB/s'"
         )
-    streams = AcceleratorStreams(accelerator)
-    stream = streams.current()
+    mark, between = stopwatch(accelerator)
     size = _COPY_BYTES
     with suppress(ValueError):
         free = (measure_memory(place) for place in (source, target) if place.type != "cpu")
@@ -387,13 +360,10 @@ def measure_bandwidth(source: torch.device, target: torch.device) -> float:
     # Written to once: memory that nobody has touched may not be there yet.
     given, taken = (torch.ones(size, dtype=torch.uint8, device=d) for d in (source, target))
     times = []
-    with streams.use(stream):
-        for _ in range(1 + _ROUNDS):
-            start = streams.stamp(stream)
-            taken.copy_(given, non_blocking=True)
-            end = streams.stamp(stream)
-            end.synchronize()
-            times.append(start.elapsed_time(end) / 1e3)
+    for _ in range(1 + _ROUNDS):
+        start = mark()
+        taken.copy_(given, non_blocking=True)
+        times.append(between(mark(), start))
     return size / max(median(times[1:]), 1e-9)  # the first one opened the way
 
 

@@ -7,7 +7,6 @@ import os
 from collections.abc import Callable, Container, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import chain
 from typing import Any
 
 import torch
@@ -145,10 +144,7 @@ def plan(
 
     # Beside other work, several threads for small tensors wait for each other most of the time.
     order, terms, chosen, others = sandboxed(found, (), threads=1)
-    if real is not None:
-        one_each = chosen.form.slots is not None
-        used = range(len(order)) if one_each else chain.from_iterable(chosen.form.places)
-        real = tuple([real[order[d]] for d in used])
+    real = real and tuple([real[d] for d in order])
     choice = {"chunks": chunks, "stages": stages, "schedule": schedule}
     fixed = frozenset(name for name, value in choice.items() if value not in (None, ANY))
     return Plan(terms, chosen, others, real, fixed)
@@ -296,7 +292,7 @@ class Plan:
     ) -> None:  # fmt: skip
         form, self.fixed = chosen.form, fixed
         self.terms, self.chosen, self.alternatives = terms, chosen, tuple(alternatives)
-        self.devices = None if devices is None else tuple(devices)
+        self.devices = None if devices is None else tuple(self.on(devices))
         self.profile, self.machine, self.batch_size = terms.profile, terms.machine, terms.batch_size
         self.balance, self.chunks = list(chosen.balance), form.m
         self.schedule, self.slots = form.name, None if form.slots is None else list(form.slots)
