@@ -12,6 +12,7 @@ import pkgutil
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -92,8 +93,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--save", type=file_to_write(".html"), metavar="FILE", help=words)
 
 
-class _Refused(Exception):
-    """An argument that does not fit."""
+_Refused = partial(argparse.ArgumentError, None)
 
 
 @contextmanager
@@ -101,17 +101,19 @@ def _refusing(*errors: type[Exception], what: str = "") -> Iterator[None]:
     """Where these errors are about an argument."""
     try:
         yield
-    except NoPlan:
+    except (NoPlan, argparse.ArgumentError):
         raise
     except errors as error:
-        raise _Refused(f"{what}{error}") from error
+        kind = "" if isinstance(error, OSError | ValueError) else f"{type(error).__name__}: "
+        notes = "".join(f" ({note})" for note in getattr(error, "__notes__", [])[:1])
+        raise _Refused(" ".join(f"{what}{kind}{error}{notes}".split())) from error
 
 
 def run(args: argparse.Namespace) -> int:
     """Perform the command; return 0, or 2 for arguments that do not fit, or 1 if no plan does."""
     try:
         _run(args)
-    except (NoPlan, _Refused) as error:
+    except (NoPlan, argparse.ArgumentError) as error:
         print(f"python -m syncpipe plan: {error}", file=sys.stderr)
         return 1 if isinstance(error, NoPlan) else 2
     return 0
@@ -151,7 +153,8 @@ def _measured(args: argparse.Namespace) -> Profile:
         module, sample = _model(args.model)
     if sample is None and args.sample is None:
         raise _Refused("--sample is missing: which shape has a micro-batch? Such as 64x3x224x224")
-    try:
+    wrong = (TypeError, ValueError) if args.sample is None else (Exception,)
+    with _refusing(*wrong, what="the model cannot be measured with this sample: "):
         if args.sample is not None:
             shape, dtype = args.sample
             own = module.parameters() if isinstance(module, nn.Module) else ()
@@ -164,12 +167,6 @@ def _measured(args: argparse.Namespace) -> Profile:
             module, sample, devices=args.devices, timeout=args.timeout, on=args.on,
             efficiency=args.efficiency,
         )  # fmt: skip
-    except Exception as error:
-        if args.sample is None and not isinstance(error, TypeError | ValueError):
-            raise
-        notes = "".join(f" ({note})" for note in getattr(error, "__notes__", [])[:1])
-        reason = " ".join(f"{type(error).__name__}: {error}{notes}".split())
-        raise _Refused(f"the model cannot be measured with this sample: {reason}") from error
     if args.profile is not None:
         found.save(args.profile)
     return found

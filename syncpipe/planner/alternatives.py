@@ -58,11 +58,9 @@ def alternatives_of(terms: Terms, chosen: Draft) -> tuple[Alternative, ...]:
         times = [b - a for a, b in pairwise(terms.chain(m).sums["time"])]
         equal = terms.draft(chosen.form, balance_cost([1] * layers, n))
         even = terms.draft(Form(gpipe(m, n)), balance_cost(times, n), ["recompute"] * n)
-        assert equal is not None
-        assert even is not None
         way = "torchgpipe's way (even in time, GPipe, all but one micro-batch recomputed)"
-        found.append(_of(terms, "an equal number of layers for each stage", equal))
-        found.append(_of(terms, way, even))
+        ways = {"an equal number of layers for each stage": equal, way: even}
+        found += [_of(terms, name, draft) for name, draft in ways.items() if draft]
     if n > 1:
         kinds = {kind: d for d, kind in enumerate(zip(machine.memory, machine.speed, strict=True))}
         alone = (

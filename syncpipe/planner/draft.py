@@ -127,8 +127,6 @@ class Terms:
     def __init__(
         self, profile: Profile, machine: Machine, batch_size: int, param_scale: float
     ) -> None:
-        if batch_size < 1:
-            raise ValueError(f"batch_size={batch_size}: a mini-batch has at least one sample")
         self.profile = profile.of(batch_size)
         self.machine, self.batch_size, self.param_scale = machine, batch_size, param_scale
         self._chains: dict[int, Chain] = {}

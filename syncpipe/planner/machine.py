@@ -30,7 +30,7 @@ from syncpipe.layers.placement import check_devices, default_devices, resolve_wo
 from syncpipe.runtime.streams import same_memory
 
 __all__ = [
-    "BYTES", "RATE", "RESERVE", "Machine", "clear_cache", "kind_of", "link_bandwidth",
+    "BYTES", "RATE", "RESERVE", "Machine", "kind_of", "link_bandwidth",
     "machine_of", "measure_bandwidth", "measure_memory", "number_of", "places_of", "real_devices",
 ]  # fmt: skip
 
@@ -371,7 +371,3 @@ def measure_bandwidth(source: torch.device, target: torch.device) -> float:
 def link_bandwidth(source: torch.device, target: torch.device) -> float:
     """Bytes per second, measured once in a process; ``math.inf`` where nothing is copied."""
     return math.inf if same_memory(source, target) else measure_bandwidth(source, target)
-
-
-#: Forgets all bandwidths that were measured.
-clear_cache = link_bandwidth.cache_clear

@@ -240,7 +240,7 @@ def search(
     found, fastest = list[Draft](), math.inf
     for low, m, n in sorted(tasks):
         if low < fastest * (1 - NOTICED) and (value := programs[m].cut(n)[0]) < fastest:
-            found += _drafts(programs[m], n, _families(n, m), max(low, _rounded(value)))
+            found += _drafts(terms, programs[m], n, _families(n, m), max(low, _rounded(value)))
             fastest = min([fastest, *(draft.time for draft in found)])
     coarse = not found and boundaries < layers
     if coarse and any(_least_share(terms, max(numbers), n)[0] <= 1 for n in counts):
@@ -263,7 +263,7 @@ def search(
         better, gap = first.time < before, first.time > first.bound * (1 + NOTICED)
         if improve and gap and better:
             near = [(*(min(m, max(1, q + step)) for q in own[:-1]), own[-1]) for step in _NEAR]
-            found = _drafts(programs[m], n, near * (n > 1), 0.0, first.time)
+            found = _drafts(terms, programs[m], n, near * (n > 1), 0.0, first.time)
             for one in sorted(best.values(), key=_rank)[:2] if before == math.inf else ():
                 found += _tighter(terms, one.chunks, one.form.n, boundaries, fastest)
         elif improve and gap and work > 0 and not moved:
@@ -289,11 +289,7 @@ def _tighter(terms: Terms, m: int, n: int, boundaries: int, fastest: float) -> I
         program = Program(terms.on(replace(terms.machine, memory=memory)), m, boundaries)
         if program.cut(n)[0] >= fastest:
             return
-        drafts = (
-            terms.draft(x.form, x.balance)
-            for x in _drafts(program, n, _families(n, m), 0.0, fastest)
-        )
-        yield from filter(None, drafts)
+        yield from _drafts(terms, program, n, _families(n, m), 0.0, fastest)
 
 
 def _stage_counts(terms: Terms, stages: int | None) -> list[int]:
@@ -323,16 +319,19 @@ def _families(n: int, m: int) -> list[Slots]:
 
 
 def _drafts(
-    program: Program, n: int, families: Iterable[Slots], enough: float, fastest: float = math.inf
-) -> list[Draft]:
+    terms: Terms, program: Program, n: int, families: Iterable[Slots], enough: float,
+    fastest: float = math.inf,
+) -> list[Draft]:  # fmt: skip
     """What fits of the cuts with the least bounds for these slots, with them and with others, as
-    many of them as fit; until one takes no longer than is enough.
+    many of them as fit the program; until one takes no longer than is enough.
     """
-    terms, m, found = program.terms, program.count, list[Draft]()
+    m, found = program.count, list[Draft]()
     for slots in dict.fromkeys(families):
         balance = program.cut(n, slots)[1] if fastest > enough * (1 + NOTICED) else ()
         caps = (slots or (m,) * n, *_families(n, m)[1:4])
-        fitting = (_fitting(terms, balance, m, part, cap) for cap in caps for part in (0, 0.5, 1))
+        fitting = (
+            _fitting(program.terms, balance, m, part, cap) for cap in caps for part in (0, 0.5, 1)
+        )
         for some in dict.fromkeys(filter(None, fitting)):
             form, at_most = one_f_one_b_form(m, some), fastest * _PROMISING
             draft = terms.draft(form, balance, at_most=at_most)

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from syncpipe import Pipe
-from syncpipe.planner.machine import clear_cache
+from syncpipe.planner.machine import link_bandwidth
 from tests import simulated
 from tests.auto.models import Residual
 from tests.support import accelerator as acc
@@ -108,7 +108,7 @@ def test_a_step_that_is_out_of_memory_is_tried_with_less(unequal, capsys):
 @pytest.mark.parametrize(("size", "width", "depth"), [(40e6, 600, 4), (100e6, 1400, 8)])
 def test_devices_smaller_than_what_is_usually_measured_at_once(unequal, size, width, depth):
     """Copies for the bandwidth, and layers that are timed one after another."""
-    clear_cache()
+    link_bandwidth.cache_clear()
     with ExitStack() as stack:
         for device in unequal:
             stack.enter_context(simulated.capacity(device, int(size)))
@@ -117,4 +117,4 @@ def test_devices_smaller_than_what_is_usually_measured_at_once(unequal, size, wi
             optimizer=torch.optim.SGD, timeout=0.0,
         )  # fmt: skip
         assert sum(len(stage) for stage in pipe.partitions) == len(pipe)
-    clear_cache()
+    link_bandwidth.cache_clear()

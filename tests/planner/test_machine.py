@@ -19,7 +19,6 @@ from syncpipe.planner.machine import (
     RATE,
     RESERVE,
     Machine,
-    clear_cache,
     link_bandwidth,
     machine_of,
     measure_bandwidth,
@@ -123,9 +122,9 @@ def test_devices_in_another_order() -> None:
 
 @pytest.fixture(autouse=True)
 def nothing_cached() -> Iterator[None]:
-    clear_cache()
+    link_bandwidth.cache_clear()
     yield
-    clear_cache()
+    link_bandwidth.cache_clear()
 
 
 @pytest.fixture
@@ -208,7 +207,7 @@ def test_bandwidth_is_measured_once(measured: list[tuple[str, ...]]) -> None:
     measured.clear()
     machine_of([gpu(1), gpu(0), "cpu:3"])  # the CPU is one memory
     assert not [call for call in measured if len(call) == 2]
-    clear_cache()
+    link_bandwidth.cache_clear()
     link_bandwidth(torch.device("cuda:0"), torch.device("cuda:1"))
     assert measured[-1] == ("cuda:0", "cuda:1")
 
