@@ -93,6 +93,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--save", type=file_to_write(".html"), metavar="FILE", help=words)
 
 
+#: An argument that does not fit.
 _Refused = partial(argparse.ArgumentError, None)
 
 

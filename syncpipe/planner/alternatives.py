@@ -44,8 +44,8 @@ class Alternative:
         found: dict[str, Any] = {"name": self.name, "pipeline": not self.instead}
         found |= {"fits": self.time is not None, "time": self.time, "note": self.note}
         if (draft := self.draft) is not None:
-            found |= {"schedule": draft.schedule, "memory": max(draft.on_device)}
-            found |= {"balance": list(draft.balance), "chunks": draft.chunks}
+            found |= {"schedule": draft.form.name, "memory": max(draft.on_device)}
+            found |= {"balance": list(draft.balance), "chunks": draft.form.m}
         return found
 
 
@@ -53,8 +53,8 @@ def alternatives_of(terms: Terms, chosen: Draft) -> tuple[Alternative, ...]:
     """The even split, torchgpipe's way, one device, shared stages, data parallelism."""
     machine, found = terms.machine, list[Alternative]()
     devices, layers, draft = len(machine), len(terms.profile.layers), chosen
-    n, m = len(chosen.balance), chosen.chunks
-    if n > 1 and (chosen.form.slots or chosen.schedule == "gpipe"):
+    n, m = len(chosen.balance), chosen.form.m
+    if n > 1 and (chosen.form.slots or chosen.form.name == "gpipe"):
         times = [b - a for a, b in pairwise(terms.chain(m).sums["time"])]
         equal = terms.draft(chosen.form, balance_cost([1] * layers, n))
         even = terms.draft(Form(gpipe(m, n)), balance_cost(times, n), ["recompute"] * n)
@@ -91,13 +91,13 @@ def other_schedules(terms: Terms, chosen: Draft) -> tuple[Alternative, ...]:
     """The best under each of the other schedules, for as many devices and micro-batches; those that
     fit first, the fastest first.
     """
-    names = [name for name in TITLES if name not in (chosen.schedule, "1f1b")]
-    drafts = variants(terms, [chosen], names, [(chosen.form.devices, chosen.chunks)])
+    names = [name for name in TITLES if name not in (chosen.form.name, "1f1b")]
+    drafts = variants(terms, [chosen], names, [(chosen.form.devices, chosen.form.m)])
     drafts.sort(key=lambda other: (other.excess > 1, other.time))
     found = []
     for draft in drafts:
         bits = " (with other last bits of gradients)" * draft.form.split
-        found.append(_of(terms, f"schedule={draft.schedule!r}{bits}", draft))
+        found.append(_of(terms, f"schedule={draft.form.name!r}{bits}", draft))
     return tuple(found)
 
 
@@ -108,7 +108,7 @@ def _of(terms: Terms, name: str, draft: Draft, instead: str = "") -> Alternative
         if needs > limit and draft.excess > 1:
             note = f"{machine.names[d]} would need {in_bytes(needs, up=True)}"
             break
-    note += f"; balance={list(draft.balance)}, chunks={draft.chunks}"
+    note += f"; balance={list(draft.balance)}, chunks={draft.form.m}"
     recomputed = draft.modes.count("recompute")
     note += f", recomputes {count(recomputed, 'stage')}" * bool(recomputed)
     return Alternative(name, draft.time if draft.excess <= 1 else None, note, instead, draft)

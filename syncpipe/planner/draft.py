@@ -102,14 +102,6 @@ class Draft:
     bound: float
 
     @property
-    def schedule(self) -> str:
-        return self.form.name
-
-    @property
-    def chunks(self) -> int:
-        return self.form.m
-
-    @property
     def ends(self) -> list[tuple[int, int]]:
         """For each stage its first layer and the layer after its last."""
         return ends_of(self.balance)
@@ -118,7 +110,7 @@ class Draft:
     def rank(self) -> tuple[float, float, int, float, int]:
         """The better of two drafts has the lesser one."""
         time = float(f"{self.time:.8e}")
-        return self.excess, time, len(self.balance), max(self.on_device), self.chunks
+        return self.excess, time, len(self.balance), max(self.on_device), self.form.m
 
 
 class Terms:

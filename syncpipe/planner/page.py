@@ -270,7 +270,7 @@ def _remarks(plan: Plan) -> list[str]:
     """How the other schedules were looked at."""
     if len(plan.balance) == 1:
         return []
-    compared = [one.draft.schedule for one in plan.compared if one.draft]
+    compared = [one.draft.form.name for one in plan.compared if one.draft]
     lines = ["plan.compare() says what the other schedules would take."]
     if compared:
         lines = ["plan(schedule=...) asks for one of these schedules, and looks longer."]

@@ -250,7 +250,7 @@ def search(
     while found:
         cuts = dict[Any, Draft]()
         for draft in sorted(found, key=_rank):
-            cuts.setdefault((draft.chunks, draft.balance, draft.modes), draft)
+            cuts.setdefault((draft.form.m, draft.balance, draft.modes), draft)
             best.setdefault(len(draft.balance), draft)
         for draft in [*cuts.values()][:_IMPROVED] if improve else ():
             if draft.time < fastest * _PROMISING:
@@ -259,13 +259,13 @@ def search(
                 n, work, fastest = len(draft.balance), work - each + left, min(fastest, draft.time)
                 best[n] = min(best[n], draft, key=_rank)
         first, found = min(best.values(), key=_rank), []
-        m, n, own = first.chunks, first.form.n, first.form.in_flight
+        m, n, own = first.form.m, first.form.n, first.form.in_flight
         better, gap = first.time < before, first.time > first.bound * (1 + NOTICED)
         if improve and gap and better:
             near = [(*(min(m, max(1, q + step)) for q in own[:-1]), own[-1]) for step in _NEAR]
             found = _drafts(terms, programs[m], n, near * (n > 1), 0.0, first.time)
             for one in sorted(best.values(), key=_rank)[:2] if before == math.inf else ():
-                found += _tighter(terms, one.chunks, one.form.n, boundaries, fastest)
+                found += _tighter(terms, one.form.m, one.form.n, boundaries, fastest)
         elif improve and gap and work > 0 and not moved:
             # What single moves make hardly slower: with two it may be faster.
             at_most = first.time * _HARDLY
@@ -381,7 +381,7 @@ def improved(terms: Terms, draft: Draft, work: int) -> tuple[Draft, int]:
         for balance, slots in _neighbours(terms, draft):
             if work <= 0 or (draft.time <= draft.bound * (1 + NOTICED) and not slots):
                 return draft, work
-            form = one_f_one_b_form(draft.chunks, slots) if slots else draft.form
+            form = one_f_one_b_form(draft.form.m, slots) if slots else draft.form
             at_most = draft.time if draft.excess <= 1 else math.inf
             other = terms.draft(form, balance, at_most=at_most)
             work -= actions if other else actions // 16
@@ -396,7 +396,7 @@ def _neighbours(terms: Terms, draft: Draft) -> Iterator[tuple[Balance, Slots | N
     stage to another, boundaries between move along; under 1F1B with the same slots, and with as
     many of them as fit without recomputation.
     """
-    balance, slots, n, m = draft.balance, draft.form.slots, draft.form.n, draft.chunks
+    balance, slots, n, m = draft.balance, draft.form.slots, draft.form.n, draft.form.m
     for s in range(n) if slots else ():
         assert slots
         for step in (-1, 1, 2, 4, -2):
@@ -509,7 +509,7 @@ def _nearest(terms: Terms, draft: Draft, how: str, ways: Sequence[str]) -> str:
     modes = {"store": "", "recompute": ", recomputing its forward", "offload": ", offloading"}
     return (
         f"no plan{how} fits into memory. Nearest comes balance={list(draft.balance)} with "
-        f"chunks={draft.chunks} under {draft.schedule!r}: {what} ({' and '.join(told)}) needs "
+        f"chunks={draft.form.m} under {draft.form.name!r}: {what} ({' and '.join(told)}) needs "
         f"{in_bytes(needs, up=True)}{modes[draft.modes[own[0]]]}, {in_bytes(needs - has, up=True)} "
         f"more than the {in_bytes(has)} of {machine.names[d]}. What would make it fit: "
         f"{', or '.join(ways)}"
@@ -549,7 +549,7 @@ def variants(
         if name == AUTO:
             fitting = sorted((one for one in best.values() if one.excess <= 1), key=_rank)
             starts = [one for one in [*found[:1], *fitting[:2]] if stages in (None, one.form.n)]
-            small = all(one.chunks * one.form.n * 50 <= work for one in starts)
+            small = all(one.form.m * one.form.n * 50 <= work for one in starts)
             drafts = [one for start in starts if small for one in _made_to_measure(terms, start)]
         for p, m in sizes if name != AUTO else ():
             line = tuple(range(p))
@@ -578,7 +578,7 @@ def _sizes(
         devices = {p for p in range(1, most + 1) if stages % p == 0}
     if chunks is None:
         counts = tuple(m for m in counts if m * most <= _CELLS) or counts[:1]
-        near = [bisect_left(counts, draft.chunks) for draft in found[:2]] or [len(counts)]
+        near = [bisect_left(counts, draft.form.m) for draft in found[:2]] or [len(counts)]
         counts = tuple({m for at in near for m in counts[max(0, at - 2) : at + 2]})
     few = sorted((p for p in devices if p > 1 or most == 1), reverse=True)
     return [*product(few, sorted(counts))]

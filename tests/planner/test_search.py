@@ -207,7 +207,7 @@ def test_what_is_found_fits_and_a_shortage_comes_nearest_and_its_advice_is_right
     for one in found:
         assert one.excess <= 1
         assert all(a <= b for a, b in zip(one.memory, machine.memory, strict=False))
-        assert len(torch.empty(batch).chunk(one.chunks)) == one.chunks
+        assert len(torch.empty(batch).chunk(one.form.m)) == one.form.m
     assert len({len(one.balance) for one in found}) == len(found)
     assert all(a.time <= b.time * (1 + 1e-7) for a, b in pairwise(found))
     if text is None:
