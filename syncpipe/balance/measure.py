@@ -53,6 +53,7 @@ from syncpipe.layers.listing import Layers, as_sequential, on_meta
 from syncpipe.layers.unpack import call_note, spread, unpacks
 from syncpipe.runtime.errors import annotate
 from syncpipe.runtime.graph import go_back
+from syncpipe.runtime.streams import AcceleratorStreams
 from syncpipe.runtime.thread_state import settled
 from syncpipe.skip import verify_skippables
 from syncpipe.skip.layout import inspect_layout
@@ -275,15 +276,13 @@ def stopwatch(device: torch.device) -> Watch:
     if device.type in ("cpu", "meta"):
         return clock.perf_counter, operator.sub
 
-    def mark() -> Any:
-        event = torch.Event(device, enable_timing=True)
-        return torch.accelerator.current_stream(device).record_event(event)
+    streams = AcceleratorStreams(device)
 
     def between(end: Any, start: Any) -> float:
         end.synchronize()
         return float(start.elapsed_time(end)) / 1e3
 
-    return mark, between
+    return (lambda: streams.stamp(streams.current())), between
 
 
 def measure_memory(device: torch.device) -> float:
