@@ -14,7 +14,7 @@ from __future__ import annotations
 import math
 import re
 from bisect import bisect_left, bisect_right
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from fractions import Fraction
 from itertools import accumulate, pairwise
 from numbers import Real
@@ -320,47 +320,37 @@ def _smallest_bound(sums: list[int], n: int) -> int:
 
 
 def _most_even(sums: list[int], windows: list[range], bound: int) -> list[int]:
-    """The borders with the smallest sum of squares, in their windows and within a bound."""
-    best: dict[int, int] = {0: 0}  # for each place of the border: the squares to its left
-    came: list[dict[int, int]] = []  # and where the border before it is
-    for places in windows[1:]:
-        best, before = _next_border(sums, best, places, bound)
-        came.append(before)
-    borders = [len(sums) - 1]
-    for before in reversed(came):
-        borders.append(before[borders[-1]])
-    return borders[::-1]
-
-
-def _next_border(
-    sums: list[int], best: dict[int, int], places: Sequence[int], bound: int
-) -> tuple[dict[int, int], dict[int, int]]:
-    """One step of the dynamic program.
+    """The borders with the smallest sum of squares, in their windows and within a bound.
 
     The further to the right a border, the further to the right the best one before it (the squares
     meet the quadrangle inequality, Yao 1980), so that halving the places leaves little to try.
     """
-    squares: dict[int, int] = {}
-    came: dict[int, int] = {}
-    starts = sorted(best)
+    #: For each border, by its place: the squares to its left, and where the border before it is.
+    tables: list[dict[int, tuple[int, int]]] = [{0: (0, 0)}]
 
-    def solve(first: int, last: int, low: int, high: int) -> None:
-        if first > last:
+    def solve(places: range, starts: list[int], low: int, high: int) -> None:
+        if not places:
             return
-        middle = (first + last) // 2
-        end = places[middle]
+        middle = len(places) // 2
+        end, before = places[middle], tables[-2]
 
-        def value(start: int) -> int:
-            return best[start] + (sums[end] - sums[start]) ** 2
+        def squares(k: int) -> int:
+            return before[starts[k]][0] + (sums[end] - sums[starts[k]]) ** 2
 
         least = max(low, bisect_left(starts, sums[end] - bound, key=sums.__getitem__))
         most = min(high, bisect_left(starts, end) - 1)
         left, right = high, low
         if least <= most:  # else no stage can end here
-            left = right = min(range(most, least - 1, -1), key=lambda s: value(starts[s]))
-            came[end], squares[end] = starts[left], value(starts[left])
-        solve(first, middle - 1, low, left)
-        solve(middle + 1, last, right, high)
+            left = right = min(range(most, least - 1, -1), key=squares)
+            tables[-1][end] = squares(left), starts[left]
+        solve(places[:middle], starts, low, left)
+        solve(places[middle + 1 :], starts, right, high)
 
-    solve(0, len(places) - 1, 0, len(starts) - 1)
-    return squares, came
+    for places in windows[1:]:
+        starts = sorted(tables[-1])
+        tables.append({})
+        solve(places, starts, 0, len(starts) - 1)
+    borders = [len(sums) - 1]
+    for table in reversed(tables[1:]):
+        borders.append(table[borders[-1]][1])
+    return borders[::-1]
