@@ -174,6 +174,8 @@ def test_a_plan_knows_the_real_devices_that_it_is_for() -> None:
     workers = (Worker("cpu"), Worker("cpu"))
     assert planned(devices=workers, stages=2).devices == workers
     assert planned(devices=iter(("cpu:0", "cpu:1")), stages=2).devices == ("cpu:0", "cpu:1")
+    three = planned(devices=["cpu:0", "cpu:1", "cpu:2"], memory="1GB", stages=2)
+    assert three.devices == ("cpu:0", "cpu:1")  # what is left over is none of them
     assert planned().devices is None
     v = planned(devices=["cpu:0", "cpu:1"], memory="1GB", schedule="zbv")
     assert v.devices == ("cpu:0", "cpu:1", "cpu:1", "cpu:0")
