@@ -366,11 +366,12 @@ class CallReplicas:
             tensors = list({id(t): t for *_, t in places_of(runs[j].partition)}.values())
             trained = [t for t in tensors if call.state.grad and t.requires_grad]
             self.trained[j] = [call.instead[j].get(id(t), t) for t in trained]
-            for number, replica in zip(others, replicas, strict=True):
+            for k, (number, replica) in enumerate(zip(others, replicas, strict=True), 1):
                 replica.follow(tensors, lanes[j], lanes[number])
                 own = self.trained[number] = list(map(replica.of, trained))
                 call.originals.update(zip(map(id, own), trained, strict=True))
-                self._trust(runs[j], runs[number])
+                if k < runs[j].m:  # else it has no micro-batch in this call
+                    self._trust(runs[j], runs[number])
             for stage in [runs[number].stage for number in (j, *others)]:
                 places = places_of(stage.partition)
                 self._before += [(stage, m, name, t, version_of(t)) for m, _, name, t in places]
