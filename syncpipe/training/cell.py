@@ -113,10 +113,14 @@ class Cell:
         return (value.detach() if single else detached(value)), flags
 
     def roots(self, grads: Sequence[Sequence[Any]]) -> tuple[list[GradientEdge], list[Tensor]]:
-        """The ends of the graph that got a gradient, and these; ``grads`` are for each edge."""
+        """The ends of the graph that got a gradient, and these; ``grads`` are for each edge.
+
+        Skips, which are used last, come first: so a tensor that is an output, too, gets its
+        gradients in the order of the plain model.
+        """
         ends: list[GradientEdge] = []
         there: list[Tensor] = []
-        for sent, arrived in zip(self.ends, grads, strict=bool(grads)):
+        for sent, arrived in reversed([*zip(self.ends, grads, strict=bool(grads))]):
             for end, grad in zip(sent, arrived, strict=True):
                 if grad is not None:
                     ends.append(end)

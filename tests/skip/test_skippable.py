@@ -20,6 +20,7 @@ from syncpipe.skip.skippable import is_skippable, pops, stashes
 from syncpipe.skip.store import use_store
 from tests.support.running import in_threads
 from tests.support.skips import Around, Receive, Send, SendConv, make
+from tests.support.training import assert_trains_as
 
 NS, X = Namespace(), torch.arange(6.0).reshape(3, 2)
 
@@ -495,3 +496,12 @@ def test_verify_names_layers_takes_a_sequential_and_accepts_what_matches():
         [block, Around(send=Send(), receive=Receive())],
     ):
         verify_skippables(nn.Sequential(*layers))
+
+
+@pytest.mark.parametrize("balance", [[2, 2, 3], [2, 5]])
+def test_gradients_of_what_is_stashed_and_returned_are_added_in_the_plain_order(balance):
+    popping = make(popped=["a"]), make(popped=["b"])
+    parts = make(["a", "b"]), nn.Linear(7, 7), popping[0], nn.Linear(7, 7), popping[1], nn.Tanh()
+    model = nn.Sequential(nn.Linear(7, 7), *parts)
+    pipe = Pipe(copy.deepcopy(model), balance, chunks=2)
+    assert_trains_as(pipe, model, torch.randn(10, 7), loss_fn=torch.mean)
