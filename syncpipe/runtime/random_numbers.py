@@ -26,7 +26,7 @@ import threading
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from functools import cache, partial
-from itertools import zip_longest
+from itertools import compress, zip_longest
 from operator import methodcaller
 from types import MethodType
 from typing import Any, TypeVar
@@ -90,6 +90,26 @@ class Generators:
         """The generators in a bit mask; in the one order in which their locks are taken."""
         pairs = zip(self._keys, self.own, strict=True)
         return [pair for k, pair in enumerate(pairs) if which >> k & 1]
+
+    def watched(self, run: Callable[[], _T]) -> tuple[_T, bool]:
+        """Runs something; and whether anybody may have drawn meanwhile."""
+        before = self._at_rest()
+        result, after = run(), self._at_rest()
+        with NoDispatch(), NoFunctions():
+            rested = before is not None and after is not None
+            return result, not (rested and all(map(torch.equal, before or (), after or ())))
+
+    def _at_rest(self) -> list[Tensor] | None:
+        """The states, unless a layer holds the CPU's generator: it may be in the middle of a call
+        of ``get_state`` of its own, which takes no lock of ours.
+        """
+        lock, taken = LOCKS[_CPU], list[bool]()
+
+        def read() -> list[Tensor] | None:
+            taken.extend(map(lock.acquire, (False,)))  # in C, as its release
+            return states_of(self.own) if any(taken) else None
+
+        return undone(read, map(methodcaller("release"), compress((lock,), taken)))
 
 
 def _device_generator(device: torch.device) -> torch.Generator | None:

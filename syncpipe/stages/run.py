@@ -33,7 +33,6 @@ from syncpipe.options import ByLayer, Selective, StageMode
 from syncpipe.runtime.errors import annotate
 from syncpipe.runtime.interrupts import Swap, swapped
 from syncpipe.runtime.random_numbers import (
-    changed,
     fingerprint,
     holds_generators,
     is_random,
@@ -446,11 +445,10 @@ class StageRun:
                 stage.learn(seen, k)
                 self.drew[k] |= seen.draws
         else:
-            mine = stage.generators.own
-            before = [] if wanted is None else states_of(mine)
-            value, ends = layer(value), {}
-            if wanted is not None and not changed(mine, before):
-                return value  # nobody has drawn
+            ends, call = {}, partial(layer, value)
+            value, drew = (call(), True) if wanted is None else stage.generators.watched(call)
+            if not drew:  # nor has anybody else
+                return value
         if drawn is not None and not again:
             drawn[k] = stage.draws[k], (fingerprint(value), ends)
         elif wanted is not None and wanted != (fingerprint(value), {**wanted[1], **ends}):

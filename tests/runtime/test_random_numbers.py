@@ -12,6 +12,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from syncpipe import is_recomputing
+from syncpipe.runtime import random_numbers
 from syncpipe.runtime.random_numbers import _cell_seed
 from syncpipe.state import sandboxed
 from tests.fuzz.models import dawdling
@@ -24,6 +25,7 @@ from tests.support.running import (
     assert_same,
     on_gradient,
     pipe_of,
+    trained,
     weigh,
 )
 
@@ -198,6 +200,23 @@ def test_random_states_are_not_read_while_a_layer_has_its_own():
         torch.manual_seed(5)
         pipe(X)
     assert_same(*states)
+
+
+def test_states_are_read_by_whoever_holds_the_generator(monkeypatch):
+    """Two threads that read them, one of them with the collector in the middle, wait for ever."""
+    alone, read = [], random_numbers.states_of
+
+    def look(generators):
+        alone.append(random_numbers.LOCKS["cpu", 0]._is_owned())
+        return read(generators)
+
+    monkeypatch.setattr(random_numbers, "states_of", look)
+    layers = nn.Sequential(Noise(), Do(torch.sin), Noise(), Do(torch.cos))
+    pipe = pipe_of(layers, checkpoint="always", chunks=4)
+    for _ in range(3):
+        trained(pipe, pipe, X)
+    assert alone
+    assert all(alone)
 
 
 def quiet(x):
