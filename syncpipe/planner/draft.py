@@ -25,7 +25,7 @@ from syncpipe.planner.chain import Chain, Held, Mode, costs_of, ends_of, sizes_o
 from syncpipe.planner.machine import Machine
 from syncpipe.runtime.worker import has_lock
 from syncpipe.schedules import one_f_one_b
-from syncpipe.schedules.player import Costs, lower_bound, play
+from syncpipe.schedules.player import Costs, lower_bound, play, quickest
 from syncpipe.schedules.schedule import HALVES, KINDS, Schedule, devices_of, stages_on
 
 __all__ = ["Draft", "Form", "Terms", "one_f_one_b_form"]
@@ -205,6 +205,8 @@ class Terms:
         modes = tuple(self._modes(form, balance, costs) if modes is None else modes)
         counts = form.recomputed(modes)
         python = self.interpreter(form.m, balance, counts)
+        if _waiting(form, costs, counts) > at_most:
+            return None
         bound = max(python, self.bound(form, balance, costs, modes))
         if bound > at_most:
             return None
@@ -268,3 +270,23 @@ class Terms:
                 if best == (False, 0.0):
                     break
         return chosen
+
+
+def _waiting(form: Form, costs: Costs, counts: Sequence[int]) -> float:
+    """What 1F1B takes at least with these slots, as :mod:`syncpipe.planner.search` explains."""
+    if not form.slots or costs.last:
+        return 0.0
+    heads, tails = quickest(form.device_of, costs, False)
+    backs, m, least = costs.times["backward"], form.m, 0.0
+    there = heads[-1] + costs.forward[-1] + backs[-1] + tails[-1]
+    for j, q in enumerate(form.slots):
+        f, b, pre = costs.forward[j], backs[j], heads[j] + tails[j]
+        right, r = there - pre - f - b, b + costs.recompute[j] * bool(counts[j])
+        work = m * (f + r)
+        if q < m:
+            rest = right - (r - b) * (j + 1 < form.n)
+            work += max(0.0, rest - (q - 1) * f) + max(0.0, rest - (q - 1) * r)
+        else:
+            work = max(work, f + right + b + (m - 1) * r, m * f + right + b)
+        least = max(least, pre + work, pre + -(-m // q) * (f + right + b))
+    return least * (1 - 1e-9)

@@ -340,8 +340,8 @@ class _Inlined:
         return found
 
     def _unlike(self, others: dict[bool, Tracer]) -> tuple[list[Whole], list[fx.Node]]:
-        """Where other runs differ from those of the sample, and the guards that refuse them: none if
-        one of the runs could go unnoticed.
+        """Where other runs differ from those of the sample, and the guards that refuse them: none
+        if one of the runs could go unnoticed.
         """
         faults: list[Whole] = []
         guards: list[fx.Node] = []
