@@ -517,7 +517,7 @@ class LossHead:
         objective = self._objective
         try:
             if self._check is not None and j == self._call.pipeline.numbers[-1][0]:
-                self._check.keep(i, *given)
+                self._call.release_to_caller(j, self._check.keep(i, *given))
             before = self._mark(j)
             result, self.draws[j] = self._call.runs[j].run_loss(
                 i, objective.call, given, self.draws[j]
@@ -639,16 +639,17 @@ class LossCheck:
         self.objective, self._asked = objective, asked
         self._kept: dict[int, tuple[Any, Any]] = {}
         self._bytes = 0
-        first, second = [flatten(target)[0] for target in (targets or [None, None])[:2]]
         # What all micro-batches have in common was not cut, and is not to be put together.
+        first, second = [flatten(target)[0] for target in (targets or [(), ()])[:2]]
         self._common = [a is b for a, b in zip(first, second, strict=False)]
 
-    def keep(self, i: int, output: Any, target: Any) -> None:
+    def keep(self, i: int, output: Any, target: Any) -> tuple[Any, Any] | None:
         """Keeps what the loss function is going to be given, as long as there is room."""
         size = sum(tensor.nbytes for tensor in tensors_in(output))
         if len(self._kept) < 2 or self._bytes + size <= _MOST:
             self._bytes += size
             self._kept[i] = map_tensors(lambda ts: [t.detach().clone() for t in ts], output), target
+        return self._kept.get(i)
 
     @torch.no_grad()
     def compare(self) -> bool:

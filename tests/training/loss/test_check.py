@@ -224,3 +224,9 @@ def test_a_loss_that_the_model_makes_is_noticed() -> None:
     [text] = warned(pipe, input=torch.randn(8, 3), loss_fn=lambda output: output["loss"])
     assert "made by the model" in text
     assert "logits" in text
+
+
+def test_an_iterator_brings_a_target_with_each_micro_batch():
+    pipe, x = Pipe(nn.Sequential(nn.Linear(3, 3)), [1], chunks=4), torch.randn(4, 3)
+    pairs = zip(x.chunk(4), torch.randn(4, 3).chunk(4), strict=True)
+    assert not warned(pipe, data_iter=pairs, loss_fn=F.mse_loss, verify=True)
