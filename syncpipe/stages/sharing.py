@@ -392,7 +392,7 @@ class CallReplicas:
             return
         run.stage.backward_draws |= owner.stage.backward_draws
         run.through[0] = run.m + 1
-        run.backward_draws = run.stage.backward_draws
+        run.draws.backward_draws = run.stage.backward_draws
         for one, other in zip(owner.all, run.all, strict=True):
             draws = [a | b for a, b in zip(one.stage.draws, other.stage.draws, strict=True)]
             other.stage.draws[:] = draws
@@ -418,8 +418,8 @@ class CallReplicas:
                 )
         for run, known, replica in self._known:
             stage = run.stage  # of which another call may have learned meanwhile
-            drew = [stage.layer(k) for k, d in enumerate(run.drew) if d & ~known[k]]
-            late = (run.backward_draws or 0) & ~(replica.backward_draws or 0)
+            drew = [stage.layer(k) for k, d in enumerate(run.draws.drew) if d & ~known[k]]
+            late = (run.draws.backward_draws or 0) & ~(replica.draws.backward_draws or 0)
             drew += ["a backward"] if late else []
             if drew:
                 raise RuntimeError(

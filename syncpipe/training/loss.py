@@ -519,7 +519,7 @@ class LossHead:
             if self._check is not None and j == self._call.pipeline.numbers[-1][0]:
                 self._call.release_to_caller(j, self._check.keep(i, *given))
             before = self._mark(j)
-            result, self.draws[j] = self._call.runs[j].run_loss(
+            result, self.draws[j] = self._call.runs[j].draws.loss(
                 i, objective.call, given, self.draws[j]
             )
             if self._mark(j) != before:

@@ -245,10 +245,10 @@ class TrainingTask:
         if profiler._is_profiler_enabled:
             go_back = partial(as_range, f"syncpipe backward stage {j} micro-batch {i}", go_back)
         try:
-            if run.backward_draws == 0:
+            if run.draws.backward_draws == 0:
                 go_back(j, i, cell, grads)
             else:
-                run.backward(i, go_back, j, i, cell, grads)
+                run.draws.backward(i, go_back, j, i, cell, grads)
             if self._leaves.waits[j]:
                 self._leaves.got(j)
         except BaseException as error:

@@ -1,0 +1,181 @@
+"""Cells that store nothing, and run once more."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
+
+from syncpipe.data import map_tensors, tensors_in
+from syncpipe.options import Selective, StageMode
+from syncpipe.runtime.random_numbers import (
+    holds_generators,
+    is_random,
+    outside_of_turn,
+    put_back_states,
+    states_of,
+)
+from syncpipe.runtime.recomputation import ModuleState, Recomputation
+from syncpipe.skip.store import current_store
+from syncpipe.stages.inplace import Given, aliased, entering
+
+
+class Record:
+    """What is noted of a cell in its forward, for its recomputation."""
+
+    def __init__(self, policy: Selective | None) -> None:
+        self.drawn: dict[int, Any] = {}
+        self.saved = None if policy is None else (policy.contexts(), deque[list[Tensor]]())
+
+
+class Again:
+    """How the cells of a stage are recomputed in one call."""
+
+    def __init__(self, run: Any, mode: StageMode) -> None:
+        self.run, self.stage = run, run.stage
+        self.policy = mode if isinstance(mode, Selective) else None
+        self.modules: ModuleState | None = None  # as they are in this call
+        self._new = True  # nothing was computed without storing yet
+        self._compared = 0  # the last cell whose recomputation may be compared
+
+    def forward(
+        self, i: int, inputs: Any, detached: Any, marks: Sequence[int], target: Any = None,
+        begun: Callable[[Recomputation], None] | None = None,
+    ) -> tuple[Any, Recomputation]:  # fmt: skip
+        """As that of a ``StageRun``, but the graph is dropped; with what computes it again."""
+        if self.modules is None:
+            self.modules = ModuleState(self.stage.partition, self.stage.changes)
+        result: tuple[Any, Recomputation] = self.run.locked(
+            self._without_storing, self.modules, i, inputs, detached, marks, target, begun
+        )
+        return result
+
+    def _without_storing(
+        self, modules: ModuleState, i: int, inputs: Any, detached: Any, marks: Sequence[int],
+        target: Any, begun: Callable[[Recomputation], None] | None,
+    ) -> tuple[Any, Recomputation]:  # fmt: skip
+        run, stage, where = self.run, self.stage, f"{self.run.words} {i}"
+        cell, record = Recomputation(modules, where), Record(self.policy)
+
+        def compute(inputs: Any, again: bool = False) -> Any:
+            if record.saved is None:
+                return run.run(i, inputs, record, again)
+            return self._selectively(record, again, partial(run.run, i, inputs, record, again))
+
+        if run.first and run.writes:
+            marks = entering(inputs[0], target)
+        writes = run.writes or any(marks)
+        if begun is not None:
+            cell.keep(partial(compute, again=True), detached)
+            cell.mutates_inputs = writes  # as long as nobody knows whether it does
+            begun(cell)
+        shapes = None  # the first cell of a call is compared with its recomputation
+        if i <= self._compared and stage.compares_later:  # a script compiles itself in its second
+            stage.compares_later, self._compared = False, 1  # run, and stores other tensors then
+        elif i <= self._compared:  # in the first call with shapes
+            shapes = stage.is_new(("stored", stage.partition.training))
+        if writes:
+            given = Given(inputs, marks, copy=run.writes, again=True)
+            outputs = cell.forward(compute, given.tree, shapes, guard=True)
+            cell.mutates_inputs = given.written(where)
+            if cell.mutates_inputs:
+                cell.stored = None
+        else:
+            outputs = cell.forward(compute, inputs, shapes)
+        if self._new or modules.lazy:  # it may have made its parameters only now
+            self._new = False
+            after = ModuleState(stage.partition, stage.changes)
+            if modules.lazy or not after.like(modules):
+                cell.modules = self.modules = after
+        run.count()
+        cell.keep(partial(compute, again=True), detached)
+        return outputs, cell
+
+    def _selectively(self, record: Record, again: bool, run: Callable[[], Any]) -> Any:
+        assert record.saved is not None
+        contexts, states = record.saved
+        with ExitStack() as around:
+            # A cast that was found in the cache would be missing when this runs again.
+            around.callback(torch.set_autocast_cache_enabled, torch.is_autocast_cache_enabled())
+            torch.set_autocast_cache_enabled(False)
+            around.enter_context(contexts[again])
+            around.enter_context(_SavedStates(self.stage, states, again))
+            return run()
+
+    def checkpointed(self, i: int, inputs: Any, marks: Sequence[int]) -> Any:
+        """Computes cell ``(i, j)`` as a part of a graph that stores nothing of it."""
+        begun: list[Recomputation] = []
+        running = True
+        flags = [tensor.requires_grad for tensor in tensors_in(inputs)]
+
+        def run(_: Tensor) -> Any:
+            nonlocal running, inputs
+            if not begun:
+                detached = map_tensors(lambda tensors: [t.detach() for t in tensors], inputs)
+                outputs = self.forward(i, inputs, detached, marks, begun=begun.append)[0]
+                running, inputs = False, detached
+                return outputs
+            recomputation, following = begun[0], iter(flags)
+            if running:  # a layer runs a backward in its forward
+                recomputation.note_all()
+                if self._new or recomputation.modules.lazy:
+                    recomputation.modules = ModuleState(self.stage.partition, self.stage.changes)
+            given = map_tensors(
+                lambda tensors: [t.detach().requires_grad_(next(following)) for t in tensors],
+                recomputation.inputs,
+            )
+            moment = torch._C._current_graph_task_id()
+            run_again = partial(self.run.recompute, recomputation, given, moment, keep=True)
+            return outside_of_turn(run_again)  # the order of locks is: stage before random state
+
+        like = torch.empty(0, device=self.stage.device)  # tells what kind of device it is
+        return checkpoint(
+            run, like, use_reentrant=False, preserve_rng_state=False, early_stop=False
+        )
+
+
+def in_units(whole: Any, i: int, value: Any) -> Any:
+    """The layers of a cell, one unit after another: those that are recomputed by themselves."""
+    store = current_store() if whole.stage.has_skips else None
+    for run, again in whole.units:
+        unit = run.stage
+        unit.partition.training = whole.stage.partition.training
+        popped = tuple([store.pop(key) for key in unit.pops]) if store else ()
+        inputs = (value, popped)
+        if again:
+            value, stashed = run.checkpointed(i, inputs, aliased(inputs))
+        else:
+            value, stashed = run.forward(i, inputs)
+        if stashed and store is not None:
+            store.update(zip(unit.stashes, stashed, strict=True))
+    return value
+
+
+class _SavedStates(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Notes the states of the generators after each random operation; again: puts them back."""
+
+    def __init__(self, stage: Any, states: deque[list[Tensor]], again: bool) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._generators, self._states, self._again = stage.generators.own, states, again
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        result = func(*args, **kwargs)
+        if not is_random(func) or kwargs.get("generator") is not None:
+            return result
+        if not self._again:
+            self._states.append(states_of(self._generators))
+        # There is none if other operations are run this time, which whoever looks for their
+        # results will say. Operations that may be random and are not need no turn.
+        elif (states := self._states.popleft() if self._states else []) and holds_generators():
+            put_back_states(self._generators, states)
+        return result
