@@ -62,11 +62,7 @@ def alternatives_of(terms: Terms, chosen: Draft) -> tuple[Alternative, ...]:
         ways = {"an equal number of layers for each stage": equal, way: even}
         found += [_of(terms, name, draft) for name, draft in ways.items() if draft]
     if n > 1:
-        kinds = {kind: d for d, kind in enumerate(zip(machine.memory, machine.speed, strict=True))}
-        alone = (
-            _copies(terms, "one device", [kinds[kind]], _NO_PIPE)
-            for kind in sorted(kinds, reverse=True)
-        )
+        alone = (_copies(terms, "one device", [kind[:1]], _NO_PIPE) for kind in machine.kinds)
         found.append(min(alone, key=_time))
         if machine.uniform and terms.batch_size >= devices:
             draft = shared(terms)
@@ -74,12 +70,19 @@ def alternatives_of(terms: Terms, chosen: Draft) -> tuple[Alternative, ...]:
         shape = "-".join(map(str, draft.form.replicas))
         found.append(_of(terms, f"stages with replicas, {shape} (replicas=True)", draft))
     copied = []
-    for d in range(2, devices + 1) if machine.uniform else ():
+    for d in range(2, devices + 1) if len(machine.kinds) == 1 else ():
         n = devices // d
         if devices % d == terms.batch_size % d == 0 and n <= layers:
             name = f"data parallelism, {d} copies" + f" of a pipeline of {n} stages" * (n > 1)
             instead = _COPIES if n == 1 else _COPIES_OF_PIPES
-            copied.append(_copies(terms, name, range(n), instead, d))
+            # Each copy on neighbours, or the copies of each stage.
+            every = [*range(devices)]
+            layouts = [[tuple(every[k::n]) for k in range(n)]]
+            layouts += [[tuple(every[k * d : k * d + d]) for k in range(n)]] * (
+                not machine.even_links
+            )
+            tried = (_copies(terms, name, places, instead) for places in layouts)
+            copied.append(min(tried, key=_time))
     return (*found, *sorted(copied, key=_time)[:2])
 
 
@@ -115,21 +118,25 @@ def _of(terms: Terms, name: str, draft: Draft, instead: str = "") -> Alternative
 
 
 def _copies(
-    terms: Terms, name: str, devices: Sequence[int], instead: str, copies: int = 1
+    terms: Terms, name: str, places: Sequence[tuple[int, ...]], instead: str
 ) -> Alternative:
-    """Copies of the model, or of a pipeline on so many devices, that share the mini-batch.
+    """The model, or copies of a pipeline that share the mini-batch: for each stage the devices of
+    its copies.
 
-    A ring all-reduce over ``d`` copies sends ``2 (d-1) / d`` of the gradients of a stage.
+    A ring all-reduce over ``d`` copies sends ``2 (d-1) / d`` of the gradients of a stage, and is as
+    fast as its slowest link.
     """
-    machine, batch = terms.machine.ordered(devices), terms.batch_size // copies
-    part = Terms(terms.profile, machine, batch, terms.param_scale)
-    best = next(iter(search(part, stages=len(devices), improve=False)), None)
+    copies, machine = len(places[0]), terms.machine.shared(places)
+    part = Terms(terms.profile, machine, terms.batch_size // copies, terms.param_scale)
+    best = next(iter(search(part, stages=len(places), improve=False)), None)
     if best is None:
-        return Alternative(name, None, f"{in_bytes(machine.memory[0])} is too little", instead)
+        return Alternative(name, None, f"{in_bytes(max(machine.memory))} is too little", instead)
     found = _of(part, name, best, instead)
     if copies > 1:
-        largest = max(part.trained(i, j) for i, j in best.ends)
-        average = 2 * (copies - 1) / copies * largest / terms.machine.bandwidth[0][1]
+        rings = (zip(place, (*place[1:], place[0]), strict=True) for place in places)
+        rates = (min(terms.machine.bandwidth[a][b] for a, b in ring) for ring in rings)
+        sent = (part.trained(i, j) / rate for (i, j), rate in zip(best.ends, rates, strict=True))
+        average = 2 * (copies - 1) / copies * max(sent)
         note = f"{duration(average)} of it to average gradients, not overlapped"
         found = replace(found, time=best.time + average, note=f"{note}; {found.note}")
     return found

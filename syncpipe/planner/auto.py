@@ -28,7 +28,7 @@ from syncpipe.layers.conversion.signature import call_input
 from syncpipe.layers.placement import check_devices, default_devices
 from syncpipe.layers.ties import move_layers
 from syncpipe.options import counted
-from syncpipe.planner.machine import RESERVE, machine_of, places_of, real_devices
+from syncpipe.planner.machine import RESERVE, levels, machine_of, places_of, real_devices
 from syncpipe.planner.page import limited_by
 from syncpipe.planner.planning import NoPlan, Plan, layers_of, plan, speeds_of
 from syncpipe.state import unchanged
@@ -166,7 +166,7 @@ def _room(devices: Any, memory: Any, model: nn.Module) -> tuple[list[Any], list[
         own = {place: _bytes_on(model, place) for place in places if place.type != "cpu"}
         more = [(1 - RESERVE) * own.get(place, 0) / places.count(place) for place in places]
         limits = tuple(map(sum, zip(limits, more, strict=True)))
-    order = sorted(range(len(devices)), key=lambda d: -limits[d])
+    order = sorted(range(len(devices)), key=lambda d: -levels(limits)[d])
     return [devices[d] for d in order], [limits[d] for d in order]
 
 

@@ -41,7 +41,7 @@ class Form:
         self.split = not slots and bool(schedule.splits)
         self.devices = len(schedule.actions)
         #: For each stage its devices, and the first of them; for each device its stages.
-        self.places = [devices_of(schedule.device_of, j) for j in range(self.n)]
+        self.places = tuple([devices_of(schedule.device_of, j) for j in range(self.n)])
         self.device_of = tuple([place[0] for place in self.places])
         self.replicas = list(map(len, self.places))
         self.stages_of = stages_on(schedule.device_of)
@@ -145,12 +145,12 @@ class Terms:
         return other
 
     @lru_cache(maxsize=8)  # noqa: B019
-    def _placed(self, device_of: tuple[int, ...]) -> Machine:
-        return self.machine.ordered(device_of)
+    def _placed(self, places: tuple[tuple[int, ...], ...]) -> Machine:
+        return self.machine.shared(places)
 
     def costs(self, form: Form, balance: Sequence[int]) -> Costs:
         """What the stages of a cut take."""
-        places, last = self._placed(form.device_of), self.batch_size % form.m > 0
+        places, last = self._placed(form.places), self.batch_size % form.m > 0
         chains = [self.chain(form.m, which) for which in range(1 + last)]
         found = [costs_of(chain, places, balance, form.split) for chain in chains]
         return replace(found[0], last=found[1]) if last else found[0]
@@ -213,9 +213,10 @@ class Terms:
         device_of = form.schedule.device_of
         time = play(form.schedule.actions, form.m, device_of, costs, counts).makespan
         # Once a step replicas are sent parameters, and send back gradients.
-        shared = zip(form.replicas, ends_of(balance), strict=True)
-        largest = max(2 * (r - 1) * self.trained(i, j) for r, (i, j) in shared)
-        exchange = largest / self.machine.bandwidth[0][-1]
+        exchange, links = 0.0, self.machine.bandwidth
+        for (first, *others), (i, j) in zip(form.places, ends_of(balance), strict=True):
+            each = (1 / links[first][d] + 1 / links[d][first] for d in others)
+            exchange = max(exchange, self.trained(i, j) * sum(each))
         time = (bound if bound > time * (1 + 1e-9) else time) + exchange
         stages = dict(enumerate(self.stages(form, balance, modes)))
         parts = [{j: stages[j] for j in own} for own in form.stages_of]

@@ -17,7 +17,7 @@ import re
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, cached_property
 from itertools import chain, permutations
 from numbers import Real
 from statistics import median
@@ -30,7 +30,7 @@ from syncpipe.layers.placement import check_devices, default_devices, resolve_wo
 from syncpipe.runtime.streams import same_memory
 
 __all__ = [
-    "BYTES", "RATE", "RESERVE", "Machine", "kind_of", "link_bandwidth",
+    "BYTES", "RATE", "RESERVE", "Machine", "kind_of", "levels", "link_bandwidth",
     "machine_of", "measure_bandwidth", "measure_memory", "number_of", "places_of", "real_devices",
 ]  # fmt: skip
 
@@ -39,6 +39,8 @@ _MOST_DEVICES = 1024
 
 _COPY_BYTES = 64_000_000
 _ROUNDS = 5
+#: What is measured is never equal: numbers that differ by less than this, relative, are alike.
+_ALIKE = 0.1
 
 
 @dataclass(frozen=True)
@@ -103,30 +105,66 @@ class Machine:
         """
         return size / min(self.bandwidth[a][b], self.bandwidth[b][a])
 
+    @cached_property
+    def kinds(self) -> list[tuple[int, ...]]:
+        """Each kind of devices, by memory and speed: those that are alike."""
+        found: dict[tuple[float, float], tuple[int, ...]] = {}
+        for d, kind in enumerate(zip(levels(self.memory), levels(self.speed), strict=True)):
+            found[kind] = (*found.get(kind, ()), d)
+        return list(found.values())
+
+    @cached_property
+    def even_links(self) -> bool:
+        """Whether all links between two devices are alike."""
+        links = [w for a, row in enumerate(self.bandwidth) for b, w in enumerate(row) if a != b]
+        return len({*levels(links)}) <= 1
+
     @property
     def uniform(self) -> bool:
-        """Whether all devices and all links between two are alike."""
-        links = {w for a, row in enumerate(self.bandwidth) for b, w in enumerate(row) if a != b}
-        return len(set(self.memory)) == 1 and len(links) <= 1 and len(set(self.speed)) == 1
+        """Whether all devices and all links between two are alike, but for some per cent."""
+        return len(self.kinds) == 1 and self.even_links
+
+    def shared(self, places: Sequence[tuple[int, ...]]) -> Machine:
+        """One device for each of these places, on which several do the same: the least of them.
+
+        What is on a place goes to the next one in turn: number ``k`` of ``r`` devices has every
+        ``r``-th micro-batch.
+        """
+
+        def links(a: tuple[int, ...], b: tuple[int, ...]) -> float:
+            turns = range(math.lcm(len(a), len(b)))
+            return min(self.bandwidth[a[k % len(a)]][b[k % len(b)]] for k in turns)
+
+        memory, speed = (
+            tuple([min(row[d] for d in place) for place in places])
+            for row in (self.memory, self.speed)
+        )
+        rows = tuple([tuple([links(a, b) for b in places]) for a in places])
+        names = tuple([self.names[place[0]] for place in places])
+        return Machine(memory, rows, names, speed, self.host)
 
     def ordered(self, devices: Sequence[int]) -> Machine:
         """Some of the devices, or all, in another order; each keeps what it is called."""
-        memory, speed = (tuple([row[d] for d in devices]) for row in (self.memory, self.speed))
-        rows = tuple([tuple([self.bandwidth[a][b] for b in devices]) for a in devices])
-        return Machine(memory, rows, tuple([self.names[d] for d in devices]), speed, self.host)
+        return self.shared([(d,) for d in devices])
 
     def orders(self) -> list[tuple[int, ...]]:
         """Orders of the devices that are worth a try: as given, and if there are two or three kinds
-        of devices (by memory and speed), those with each kind together.
+        of devices, those with each kind together.
         """
-        kinds: dict[tuple[float, float], list[int]] = {}
-        for d, kind in enumerate(zip(self.memory, self.speed, strict=True)):
-            kinds.setdefault(kind, []).append(d)
         given = tuple(range(len(self)))
-        if len(kinds) > 3:
+        if len(self.kinds) > 3:
             return [given, given[::-1]]
-        together = [tuple(chain.from_iterable(some)) for some in permutations(kinds.values())]
+        together = [tuple(chain.from_iterable(some)) for some in permutations(self.kinds)]
         return list(dict.fromkeys([given, *together]))
+
+
+def levels(numbers: Iterable[float]) -> list[float]:
+    """For each number the least of those that are alike."""
+    numbers, levels = [*numbers], dict[float, float]()
+    least = 0.0
+    for number in sorted(numbers):
+        least = levels[number] = least if number <= least * (1 + _ALIKE) else number
+    return [levels[number] for number in numbers]
 
 
 # -- numbers and text ------------------------------------------------------------------------------

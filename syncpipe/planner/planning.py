@@ -127,8 +127,8 @@ def plan(
     machine = machine_of(
         devices, memory=memory, bandwidth=bandwidth, speed=speed, host_bandwidth=host_bandwidth
     )
-    if replicas and not machine.uniform:
-        raise ValueError("replicas=True is for devices that are alike, with links alike")
+    if replicas and len(machine.kinds) > 1:
+        raise ValueError("replicas=True is for devices that are alike")
     layers = layers_of(
         module, sample, devices=devices, timeout=timeout, progress=progress, on=on,
         efficiency=efficiency,

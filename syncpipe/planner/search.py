@@ -521,7 +521,7 @@ def shared(terms: Terms, chunks: Chunks = None) -> Draft:
     first, then what is fastest. Single layers are moved if that helps.
     """
     devices, batch = len(terms.machine), terms.batch_size
-    rate, samples = terms.machine.bandwidth[0][-1], max(1, batch // devices)
+    rate, samples = min(map(min, terms.machine.bandwidth)), max(1, batch // devices)
     stages = replicated(terms.profile, devices, rate, samples=samples)
     place = consecutive([r for *_, r in stages])
     counts = chunk_counts(batch, chunks)
@@ -680,10 +680,10 @@ def shortage(terms: Terms, *, chunks: Chunks = None, stages: int | None = None) 
     assert draft is not None
     ways = []
     if machine.uniform:
-        more = in_bytes(draft.excess * machine.memory[0] * (1 + 1e-9), up=True)
+        more = in_bytes(draft.excess * max(machine.memory) * (1 + 1e-9), up=True)
         ways.append(f"{more} on each device")
     if machine.uniform and stages is None:
-        many = terms.on(Machine.even(_MOST_DEVICES, machine.memory[0], host=machine.host))
+        many = terms.on(Machine.even(_MOST_DEVICES, min(machine.memory), host=machine.host))
         some = range(1, min(_MOST_DEVICES, len(layers)) + 1)
         k = bisect_left(some, True, key=lambda n: _least_share(many, m, n)[0] <= 1)
         ways += [f"{n} such devices" for n in some[k : k + 1]]

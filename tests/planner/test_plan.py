@@ -309,6 +309,44 @@ def test_stages_with_replicas_are_one_of_the_ways() -> None:
     assert "As a pipe, stages with replicas, 2-1 (replicas=True) would be" in said_by(plan)
 
 
+NOISY = [[12e9 * (1 + 0.01 * ((5 * a + 3 * b) % 7)) for b in range(4)] for a in range(4)]
+LIKE = {
+    "free memory": {"memory": [16e9, 15.99e9, 16e9, 15.5e9]},
+    "links": {"bandwidth": NOISY},
+    "speed": {"speed": [1.0, 1.02, 1.01, 1.0]},
+}
+
+
+@pytest.mark.parametrize("given", LIKE.values(), ids=LIKE)
+def test_devices_are_alike_within_some_per_cent(given: dict[str, Any]) -> None:
+    light = profile_of([3, 1, 4, 1, 5, 9], parameters=1000)
+    names = {one.name for one in planned(light, "4 x 16GB, 12GB/s").alternatives}
+    plan = planned(light, "4 x 16GB, 12GB/s", **given)
+    assert "data parallelism, 4 copies" in names
+    assert {one.name for one in plan.alternatives} == names
+    assert plan.machine.names == tuple(f"device {d}" for d in range(4))  # in the order given
+    assert planned(light, "4 x 16GB, 12GB/s", replicas=True, **given).replicas == [4]
+    other = Machine.even(4, 16e9, 12e9)
+    assert not replace(other, memory=(16e9, 8e9, 16e9, 16e9)).uniform
+
+
+def test_copies_are_laid_out_along_the_links() -> None:
+    """Where much is sent between stages a copy is on one machine; where parameters are many, the
+    copies of a stage are.
+    """
+    two = "2 x (2 x 80GB, 300GB/s), 1GB/s"
+    taken = {}
+    for sent, parameters in ((1e8, 10**3), (1e3, 10**8)):
+        layers = (
+            replace(layer, output_bytes={8: sent})
+            for layer in profile_of([5] * 4, parameters=parameters).layers
+        )
+        plan = planned(Profile(tuple(layers)), two, batch_size=16)
+        name = "data parallelism, 2 copies of a pipeline of 2 stages"
+        taken[sent] = next(one.time for one in plan.alternatives if one.name == name)
+    assert max(taken.values()) < 0.06  # over the other links either takes 0.1 s more
+
+
 def page(plan: Plan, folder: Path) -> str:
     plan.save(folder / "plan.HTML")
     return (folder / "plan.HTML").read_text(encoding="utf-8")
