@@ -22,7 +22,7 @@ from syncpipe.data import tensors_in
 from syncpipe.hints import explained, outside, refuse_backward, target_hint, unknown_attribute
 from syncpipe.layers.conversion.layer import ModelNames
 from syncpipe.layers.conversion.sequential import HOOKS
-from syncpipe.layers.conversion.signature import batch_input, call_input, model_signature
+from syncpipe.layers.conversion.signature import batch_input, call_input, model_signature, refresh
 from syncpipe.layers.listing import Initialization, Layer, Layers, as_layer, as_sequential
 from syncpipe.layers.placement import check_devices, check_input, moves, own_call
 from syncpipe.layers.state_dict_keys import translate_keys
@@ -681,6 +681,7 @@ class Pipe(ModelNames):
     def _ready(self) -> Pipeline:
         """The pipeline over the layers as they are now."""
         layout = self._followed()
+        refresh(self)
         with _building:
             # After a fork its threads are gone, and its locks may be held by nobody.
             if self._pipeline is None or self._pipeline.process != os.getpid():

@@ -29,7 +29,7 @@ from syncpipe.runtime.interrupts import undone
 from syncpipe.runtime.random_numbers import LOCKS, Generators, put_back_states, states_of
 from syncpipe.runtime.thread_state import settled
 
-__all__ = ["SIMPLE", "State", "same_bits", "sandboxed", "unchanged"]
+__all__ = ["SIMPLE", "State", "same_bits", "same_value", "sandboxed", "unchanged"]
 
 _T = TypeVar("_T")
 #: What is compared by its value.
@@ -209,6 +209,8 @@ class State:
 
     def _module(self, name: str, module: nn.Module) -> None:
         prefix = f"{name}." if name else ""
+        if (inlined := getattr(module, "_inlined", None)) is not None:  # it shares its mode
+            self._undo.append(partial(setattr, inlined, "training", inlined.training))
         if isinstance(module, torch.jit.ScriptModule):
             self._pending += [("parameter", prefix + n, p) for n, p in module.named_parameters()]
             self._pending += [("buffer", prefix + n, b) for n, b in module.named_buffers()]
@@ -254,7 +256,7 @@ class State:
 
         def changed() -> list[str]:
             keys = {**before, **own}
-            return [name(key) for key in keys if not _same(before.get(key), own.get(key))]
+            return [name(key) for key in keys if not same_value(before.get(key), own.get(key))]
 
         self._looks.append((kind, changed))
         self._pending += [(kind, name(key), value) for key, value in before.items()]
@@ -265,7 +267,7 @@ class State:
             (own.update if isinstance(own, set) else own.extend)(before)
 
         def same(now: list[Any], before: list[Any]) -> bool:
-            return len(now) == len(before) and all(map(_same, now, before))
+            return len(now) == len(before) and all(map(same_value, now, before))
 
         self._keep(kind, name, lambda: list(own), write, same)
         self._pending += [(kind, f"{name}[{k}]", item) for k, item in enumerate(own)]
@@ -284,7 +286,13 @@ class State:
             self._keep("generator", name, lambda: source.state, write, same)
 
 
-def _same(a: Any, b: Any) -> bool:
+def same_value(a: Any, b: Any) -> bool:
+    """Whether it makes no difference that the second of two values is in the first one's place.
+
+    A tensor may have been converted to another dtype (``self.mean = self.mean.to(x)``).
+    """
+    if isinstance(a, Tensor) and isinstance(b, Tensor):
+        return a is b or (a.shape == b.shape and not a.is_meta and torch.equal(a.to(b), b))
     return a is b or (type(a) is type(b) and isinstance(a, SIMPLE) and a == b)
 
 

@@ -16,7 +16,7 @@ from torch import distributed as dist
 from torch.distributed import pipelining
 
 from syncpipe.data import described, gather, map_tensors, scatter_pair, tensors_in
-from syncpipe.layers.conversion.signature import call_input
+from syncpipe.layers.conversion.signature import call_input, refresh
 from syncpipe.layers.placement import check_input
 from syncpipe.training.loss import Loss, Objective
 from syncpipe.training.sources import Source
@@ -166,6 +166,7 @@ class _MiniBatch(Source):
     ) -> None:  # fmt: skip
         super().__init__([None] * m, [None] * m, [owner.size] * m)
         first, last = owner.first, owner.last
+        refresh(owner)
         self._keep, self._calls, self._device = keep, 0, owner.device
         self.outputs: list[Any] = []
         self.shares: list[Tensor] = []

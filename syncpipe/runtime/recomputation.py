@@ -135,8 +135,8 @@ class ModuleState:
     def __init__(self, root: nn.Module, changes: Changes) -> None:
         self._root, self.changes = root, changes
         self._modules, self._marks = _walk(root)
-        self._states = [(m, m.training, dict(m._parameters)) for m in self._modules]
-        found = {p: None for _, _, own in self._states for p in own.values() if p is not None}
+        self._states = [(m, m.training, _numbers(m), dict(m._parameters)) for m in self._modules]
+        found = {p: None for *_, own in self._states for p in own.values() if p is not None}
         self._parameters = [p for p in found if not is_lazy(p)]
         self.lazy = len(self._parameters) < len(found)
         self._flags = [p.requires_grad for p in self._parameters]
@@ -186,12 +186,14 @@ class ModuleState:
             return []
         swaps: list[Swap] = []
         same = list(map(id, modules)) == list(map(id, self._modules))
-        for module, training, parameters in self._states:
+        for module, training, numbers, parameters in self._states:
             if not same or list(module._parameters) != list(parameters):
                 raise RuntimeError(_other_modules(self._modules, modules, where))
             if module.training != training:
                 plain = "training" in module.__dict__  # not so in TorchScript's
                 swaps.append((module.__dict__ if plain else module, "training", training))
+            if _numbers(module) is not numbers:
+                swaps.append((module.__dict__, "_numbers", numbers))
             for name, parameter in parameters.items():
                 if module._parameters[name] is not parameter:
                     swaps.append((module._parameters, name, parameter))
@@ -213,12 +215,17 @@ def _walk(root: nn.Module) -> tuple[list[nn.Module], list[int]]:
             continue
         seen.add(id(module))
         modules.append(module)
-        marks += (id(module), module.training)
+        marks += (id(module), module.training, id(_numbers(module)))
         for parameter in module._parameters.values():
             if parameter is not None:
                 marks += (id(parameter), parameter.requires_grad)
         pending.extend(module._modules.values())
     return modules, marks
+
+
+def _numbers(module: nn.Module) -> Any:
+    """What a converted layer reads of modules of its model; it is replaced as a whole."""
+    return module.__dict__.get("_numbers")
 
 
 def _other_modules(then: list[nn.Module], now: list[nn.Module], where: object) -> str:

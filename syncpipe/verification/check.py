@@ -28,16 +28,19 @@ from syncpipe.data import (
     scatter_pair,
     unflatten,
 )
+from syncpipe.layers.conversion.origin import Origin
+from syncpipe.layers.conversion.sequential import Converted, values_of
 from syncpipe.layers.conversion.signature import batch_input, call_arguments
 from syncpipe.options import checked_schedule
 from syncpipe.pipe import Pipe
 from syncpipe.runtime.errors import annotate
 from syncpipe.runtime.graph import nodes_of
 from syncpipe.runtime.interrupts import swapped
+from syncpipe.runtime.streams import same_memory
 from syncpipe.runtime.thread_state import INLINE
 from syncpipe.schedules.named import SCHEDULES, ScheduleLike, build, shown
 from syncpipe.schedules.schedule import Schedule
-from syncpipe.state import State
+from syncpipe.state import State, unchanged
 from syncpipe.training.loss import Loss, LossCheck, LossCounts, Objective, known_loss
 from syncpipe.training.sources import Source, input_and_target
 from syncpipe.verification.plain import Observation, PlainRun, layers_of, observe, placed
@@ -47,6 +50,7 @@ __all__ = ["verify"]
 
 _PLAIN = "the plain model, micro-batches beside the mini-batch"
 _LOSS = "the plain model, a loss for each micro-batch beside one for all"
+_MODEL = "the layers beside the model that they were made of"
 _PIPE = "the pipe beside the plain model on micro-batches"
 _T = TypeVar("_T")
 Values = dict[str, dict[str, Any]]  # for each column of the report values by name
@@ -166,6 +170,7 @@ class _Check:
 
     def report(self, schedules: list[ScheduleLike]) -> Report:
         self._check_layers()
+        self._check_conversion()
         with self._run("loss of each micro-batch", _LOSS) as run:
             self._expected(tuple(range(self._m)))
             if not self._loss_draws:
@@ -209,6 +214,38 @@ class _Check:
                 )
             if failed is not None:
                 raise failed
+
+    def _check_conversion(self) -> None:
+        """Whether converted layers do what their model does, as long as that is there."""
+        layers: Any = Converted(*(layer.module for layer in self._layers))
+        origin = getattr(layers[0], "_origin", Origin())
+        if (model := origin.modules.get("")) is None:
+            return
+        ours, theirs = map(_tensors, (layers, model))
+        with self._run("the model", _MODEL) as run:
+            if not all(same_memory(t.device, self._devices[0]) for *_, t in ours.values()):
+                run.not_applicable = "its layers are on several devices, where it cannot be"
+                return
+            input = self._source(self._pipe.chunks).pull(0)
+
+            def values(module: nn.Module) -> dict[str, Any]:
+                call = partial(call_arguments, layers, _fresh(input))
+                return unchanged(module, partial(values_of, module, call))
+
+            swaps = [
+                (own, key, ours[name][2])
+                for name, (own, key, tensor) in theirs.items()
+                if ours[name][2] is not tensor
+            ]
+            found = self._alone(partial(values, layers), "its layers beside the model")
+            expected = swapped(swaps, partial(self._alone, partial(values, model), "itself"))
+            run.comparisons["outputs"] = far = compare(found, expected, self._rounding)
+            if run.different:
+                run.what = f"something else than the model gives, {_far(far)}"
+                run.reason = (
+                    "the model was changed after its conversion in something that is no attribute "
+                    "of its modules (a global, a function): convert it again"
+                )
 
     def _compare(self, name: str, order: tuple[int, ...], make: Callable[[], Values]) -> None:
         """Runs the pipe beside the plain model; says what differs, where first, and why."""
@@ -395,6 +432,17 @@ class _Check:
         copied: Values
         copied = map_tensors(lambda ts: [t.detach().to("cpu", copy=True) for t in ts], found)
         return copied
+
+
+def _tensors(module: nn.Module) -> dict[str, tuple[dict[str, Any], str, Tensor]]:
+    """Parameters and buffers by all of their names: where they are, and themselves."""
+    return {
+        f"{path}.{key}" if path else key: (own, key, tensor)
+        for path, part in module.named_modules(remove_duplicate=False)
+        for own in (part._parameters, part._buffers)
+        for key, tensor in own.items()
+        if tensor is not None
+    }
 
 
 def _fresh(tree: Any) -> Any:

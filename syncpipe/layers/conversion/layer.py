@@ -22,19 +22,20 @@ from __future__ import annotations
 
 import operator
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from difflib import SequenceMatcher
 from itertools import chain, pairwise
 from math import inf
 from textwrap import indent
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor, fx, nn
 from torch.fx.graph import _custom_builtins
 
 from syncpipe.data import storage_of, tensors_in
+from syncpipe.layers.conversion.origin import Origin
 from syncpipe.layers.conversion.signature import Signature
 from syncpipe.layers.conversion.trace import DEVICE, Function, Tracer
 from syncpipe.skip import Namespace, store
@@ -58,9 +59,19 @@ class _Segment:
     comes: dict[int, list[fx.Node]] = field(default_factory=dict)
     goes: dict[int, list[fx.Node]] = field(default_factory=dict)
 
+    def modes(self, run: Tracer) -> set[str]:
+        """The modules by whose mode Python may have decided what is done here."""
+        calls = {n.meta["call"][:k]: n.meta["at"] for n in self.nodes for k in range(1, 9)}
+        return {path for at, call, path in run.modes if at <= calls.get(call, -1)}
+
+    def boundary(self) -> list[Any]:
+        """What tells whether other segments fit to this one: the keys of what comes and goes."""
+        ways = self.comes, self.goes
+        return [[(k, [n.meta["key"] for n in way[k]]) for k in sorted(way)] for way in ways]
+
 
 def layers_of(
-    model: nn.Module, runs: Sequence[Tracer], signature: Signature
+    model: nn.Module, runs: Sequence[Tracer], signature: Signature, origin: Origin
 ) -> list[ConvertedLayer]:
     """The layers of a model, as many as there can be, that do what was traced in each mode.
 
@@ -68,7 +79,15 @@ def layers_of(
     missing in a checkpoint, or by the one that has them under another name.
     """
     found, namespace = list(zip(*_segments(runs, model), strict=True)), Namespace()
-    layers = [ConvertedLayer(k, each, namespace, model) for k, each in enumerate(found)]
+    layers = [ConvertedLayer(k, each, namespace, model, origin) for k, each in enumerate(found)]
+    modes = [
+        set[str]().union(*(s.modes(run) for s, run in zip(each, runs, strict=True)))
+        for each in found
+    ]
+    if any(a.boundary() != b.boundary() for a, b in found):  # a layer cannot go its own way
+        modes = [set().union(*modes)] * len(modes)
+    for layer, paths in zip(layers, modes, strict=True):
+        layer.follow(model, paths)
     layers[0]._model_signature = signature
     members, used = _members(model), list(map(_members, layers))
     homes = {t: layer for layer, own in zip(layers, used, strict=True) for t in own.values()}
@@ -187,8 +206,12 @@ def _written(
                 return graph.call_function(getattr, (known[given], "device"))
         if leaf not in known:  # a parameter, a buffer or a constant
             name, value = str(leaf.target), leaf.meta["value"]
-            known[leaf] = graph.get_attr(name)
             kind = leaf.meta["key"][0]
+            if kind == "number":
+                numbers = graph.get_attr("_numbers")
+                known[leaf] = graph.call_function(operator.getitem, (numbers, name))
+                return known[leaf]
+            known[leaf] = graph.get_attr(name)
             if kind == "attribute":
                 layer.hold(model, name)
             elif kind == "object" and isinstance(value, Tensor):
@@ -238,7 +261,39 @@ class _Code:
 
 
 class Holder(nn.Module):
-    """Stands where a module of the original was that was inlined, and holds what is in it."""
+    """Stands where a module of the original was that was inlined, and holds what is in it.
+
+    Its mode is that of the module: of both, the one that was set last.
+    """
+
+    _origin, _path, _seen = Origin(), "", True
+
+    def __init__(self, origin: Origin, path: str) -> None:
+        super().__init__()
+        self._origin, self._path = origin, path
+        self.__dict__["training"] = self._seen = (
+            True if self._inlined is None else self._inlined.training
+        )
+
+    @property
+    def _inlined(self) -> nn.Module | None:
+        return self._origin.modules.get(self._path)
+
+    @property
+    def training(self) -> bool:
+        own, module = self.__dict__, self._inlined
+        if module is not None and module.training is not self._seen:
+            own["training"] = own["_seen"] = module.training
+        return bool(own["training"])
+
+    @training.setter
+    def training(self, mode: bool) -> None:
+        self.__dict__["training"] = mode
+        if self._path and self._inlined is not None:  # that of the model is of all layers
+            self._inlined.training = self._seen = mode
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "training": self.training}
 
 
 class ConvertedLayer(Holder):
@@ -249,9 +304,14 @@ class ConvertedLayer(Holder):
     """
 
     def __init__(
-        self, k: int, segments: Sequence[_Segment], namespace: Namespace, model: nn.Module
+        self,
+        k: int,
+        segments: Sequence[_Segment],
+        namespace: Namespace,
+        model: nn.Module,
+        origin: Origin,
     ) -> None:
-        super().__init__()
+        super().__init__(origin, "")
         self._model_signature: Signature | None = None
         # The layer before and the next one, then those at the other ends of skips.
         comes = list(dict.fromkeys([k - 1, *(a for s in segments for a in s.comes)]))
@@ -262,6 +322,9 @@ class ConvertedLayer(Holder):
         self._skip_namespaces = dict.fromkeys(self._syncpipe_skips.names, namespace)
         self._codes = [_written(segment, comes, goes, self, model) for segment in segments]
         self._converted_for: torch.dtype | None = None  # where the code has dtypes in it
+        #: What the code reads of inlined modules, and the modules by whose modes it is chosen.
+        self._numbers: dict[str, float] = {}
+        self._modes: list[str] = []
         #: The names of members in the model, and those in its state, in order.
         self._names: tuple[list[str], list[str]] = [], []
 
@@ -291,21 +354,62 @@ class ConvertedLayer(Holder):
             input = _packed(self._model_signature.tensors(input))
         given = [store.take((namespaces[name], name), self) for name in skips.pop]
         with torch.set_grad_enabled(torch.is_grad_enabled()):  # also after an error
-            sent = self._codes[0 if self.training else 1].run(self, input, *given)
+            sent = self._code().run(self, input, *given)
         for name, value in zip(skips.stash, sent[1:], strict=True):
             store.put((namespaces[name], name), value, self)
         return sent[0]
+
+    def __getstate__(self) -> dict[str, Any]:
+        self._origin.follow_numbers()
+        return super().__getstate__()
+
+    def _code(self) -> _Code:
+        """The code for the modes in which the modules are."""
+        if not self._modes:
+            return self._codes[0 if self.training else 1]
+        modes = {path: self._at(path).training for path in self._modes}
+        if len(set(modes.values())) > 1:
+            one, other = (
+                [path or "the model" for path in modes if modes[path] is mode]
+                for mode in (True, False)
+            )
+            raise RuntimeError(
+                f"{', '.join(one)} cannot train while {', '.join(other)} evaluates: what this "
+                "layer does depends on both, and was traced with both in one mode. Set the modes "
+                f"of both, or move what depends on a mode into a module of its own\n{self}"
+            )
+        return self._codes[0 if modes[self._modes[0]] else 1]
+
+    def _at(self, path: str) -> nn.Module:
+        at: nn.Module = self
+        for part in filter(None, path.split(".")):
+            at = at._modules[part]  # type: ignore[assignment]
+        return at
+
+    def follow(self, model: nn.Module, paths: Iterable[str]) -> None:
+        """Goes by the modes of modules, if they make a difference."""
+        one, other = self._codes
+        if one.text != other.text:
+            self._modes = sorted(paths)
+        for path in filter(None, self._modes):
+            self.hold(model, path)
 
     def hold(self, model: nn.Module, path: str) -> None:
         """Registers a module, parameter or buffer of the original at its path."""
         at: nn.Module = self
         *way, name = path.split(".")
-        for part in way:
-            at = at._modules.setdefault(part, Holder())  # type: ignore[assignment]
+        for k, part in enumerate(way, 1):
+            holder = Holder(self._origin, ".".join(way[:k]))
+            at = at._modules.setdefault(part, holder)  # type: ignore[assignment]
             model = model._modules[part]  # type: ignore[assignment]
+        if path in self._origin.modules:
+            at._modules.setdefault(name, Holder(self._origin, path))
+            return
         for kind in ("_modules", "_parameters", "_buffers"):
             if name in getattr(model, kind):
                 getattr(at, kind)[name] = getattr(model, kind)[name]
+                if kind != "_modules":
+                    self._origin.hold(at, model, kind, name)
         at._non_persistent_buffers_set |= model._non_persistent_buffers_set & {name}
 
     def __repr__(self) -> str:
@@ -335,6 +439,14 @@ class ModelNames(nn.Module):
         self.register_load_state_dict_post_hook(  # type: ignore[no-untyped-call]
             _say_with_model_names
         )
+
+    def train(self, mode: bool = True) -> Self:
+        """As of any module; inlined modules are in this mode, too."""
+        super().train(mode)
+        for origin in {layer._origin for layer in map(self._layer, self._modules) if layer}:
+            for module in origin.modules.values():
+                module.training = mode
+        return self
 
     def _layer(self, name: str) -> ConvertedLayer | None:
         """The converted layer in which something of this name is."""

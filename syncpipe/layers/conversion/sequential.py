@@ -13,11 +13,13 @@ from __future__ import annotations
 
 import operator
 import warnings
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import nullcontext, suppress
+from contextlib import ExitStack, nullcontext, suppress
 from functools import partial
 from itertools import chain
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import Tensor, fx, nn
@@ -26,21 +28,22 @@ from torch.nn.parameter import is_lazy
 
 from syncpipe.compare import Comparison, compare
 from syncpipe.data import by_name, described, flatten, leaf_names, places_of
-from syncpipe.layers.conversion.layer import Holder, ModelNames, layers_of
+from syncpipe.layers.conversion.layer import ModelNames, layers_of
+from syncpipe.layers.conversion.origin import CALL_HOOKS, Origin, Read
 from syncpipe.layers.conversion.signature import Signature, call_input
 from syncpipe.layers.conversion.trace import CHECKS, Tracer, Whole, guard
 from syncpipe.runtime.random_numbers import is_compiled
 from syncpipe.skip.skippable import is_skippable
 from syncpipe.state import State, unchanged
 
-__all__ = ["HOOKS", "Converted", "hooks_of", "sequential"]
+__all__ = ["HOOKS", "Converted", "hooks_of", "sequential", "values_of"]
 
 _GRADIENT = "the gradient of "
 #: Makes the arguments of a call, each time anew.
 _Arguments = Callable[[], tuple[tuple[Any, ...], dict[str, Any]]]
 #: Where ``nn.Module`` keeps hooks; those of its forward and backward come first.
 HOOKS = (
-    "_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks",
+    *CALL_HOOKS,
     "_state_dict_hooks", "_state_dict_pre_hooks", "_load_state_dict_pre_hooks",
     "_load_state_dict_post_hooks",
 )  # fmt: skip
@@ -65,6 +68,12 @@ class Converted(ModelNames, nn.Sequential):
 
     whole: Sequence[Whole] = ()
 
+    @property
+    def origin(self) -> Origin:
+        """What the layers have in common with the model."""
+        first: Any = self[0]
+        return first._origin  # type: ignore[no-any-return]
+
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """As the forward of the model."""
         return super().forward(call_input(self, args, kwargs))  # type: ignore[no-untyped-call]
@@ -83,13 +92,18 @@ def sequential(
     The model is run with the sample, a few times, and what it does is traced. Leaf modules (those
     without children, and those that cannot be traced) are called as they are: they are the very
     objects, with their hooks. Modules made of others are inlined: their ``forward`` becomes code
-    between the calls, which ``print`` shows; it does not run any more, and hooks that are
-    registered on them later do not, either. (Modules that have hooks already are not inlined.)
+    between the calls, which ``print`` shows; it does not run any more. (Modules that have hooks
+    are not inlined.)
 
     What is traced holds for other sizes than those of the sample where the model was seen to do
     the same with them; otherwise a call with another size is refused. Flags and None count as they
     are in the sample. ``.train()``, ``.eval()`` and the devices of stages are followed. A dtype is
     not: call ``model.half()`` before.
+
+    What is changed in the model later counts in the next call: modes, parameters and buffers, and
+    numbers that only flow into operations (``model.temperature = 0.5``). A change of what else its
+    forward has read (flags, lists, a config, children), and a hook on an inlined module, is an
+    error that names it.
 
     Args:
         model: any module. It is found as it was, and shares its modules with the layers.
@@ -130,13 +144,12 @@ def sequential(
     sample = signature.take(sample_args, sample_kwargs)
     found = unchanged(model, partial(_Inlined, model, signature, sample))
     layers = found.layers()
+    layers.training = model.training
+    layers.origin.begin(layers)
     if verify:
-        _check_layers(model, layers, partial(signature.call, sample))
+        unchanged(model, partial(_check_layers, model, layers, partial(signature.call, sample)))
     for note in found.notes:
         warnings.warn(note, stacklevel=2)
-    for module in layers.modules():
-        if isinstance(module, (Converted, Holder)):  # the others are as they were
-            module.training = model.training
     return layers
 
 
@@ -166,6 +179,7 @@ class _Inlined:
         #: Where there are parameters.
         self._owners = [f"{path}." for module, path in self._paths.items() if module._parameters]
         self._sizes = self._other_sizes()
+        self._numbers: set[str] | None = None  # not known yet: all
         with _bar(self.name) as self._bar:
             try:  # what is made in the first run only is made now
                 args, kwargs = signature.call(tensors)
@@ -177,14 +191,54 @@ class _Inlined:
                 ) from error
             while self._leave(self._faults()):
                 pass
+            self._numbers = self._only_used()
+        for run in self.runs.values():
+            run.fold(self._numbers)
         self.notes += self._large_modules()
 
     def layers(self) -> Converted:
         """What is made of the traces."""
         runs = [self.runs[True], self.runs[False]]
-        layers = Converted(*layers_of(self.model, runs, self.signature))
+        inlined = {
+            path: module
+            for module, path in self._paths.items()
+            if not any(f"{path}.".startswith(f"{leaf}.") for leaf in self.leaves)
+        }
+        origin = Origin(
+            inlined, self._reads(), self._floats() if self._numbers is None else self._numbers
+        )
+        layers = Converted(*layers_of(self.model, runs, self.signature, origin))
         layers.whole = self.whole
         return layers
+
+    def _reads(self) -> list[Read]:
+        return list({**self.runs[True].reads, **self.runs[False].reads}.values())
+
+    def _floats(self) -> set[str]:
+        return {read.name for read in self._reads() if type(read.value) is float}
+
+    def _only_used(self) -> set[str]:
+        """The numbers of modules that flow into operations only: others are followed."""
+        decisive = self.runs[True].decisive | self.runs[False].decisive
+        for _ in range(2):
+            reads = [r for r in self._reads() if r.name in self._floats() - decisive]
+            if not reads:
+                break
+            with ExitStack() as stack:
+                for read in reads:
+                    value = 0.75 * read.value or 0.25
+                    stack.enter_context(patch.object(read.owner, read.key, value))
+                try:
+                    others = self._run(self.tensors)
+                except Exception:  # the model has no use for this value
+                    return set()
+            faults, _ = self._unlike(others)
+            more = others[True].decisive | others[False].decisive
+            if not faults:
+                return {read.name for read in reads} - more
+            owners = {fault.path for fault in faults}
+            decisive |= more | {r.name for r in reads if r.name.rpartition(".")[0] in owners}
+        return set()
 
     def _faults(self) -> list[Whole]:
         """Runs the sample and other sizes; why modules, the smaller ones first, are no chain."""
@@ -266,13 +320,21 @@ class _Inlined:
 
     def _changed(self, state: State) -> Iterator[Whole]:
         """What the forward of a module that is inlined sets, or puts into a place of its own."""
+        uses = Counter(node.target for node in self.runs[True].nodes if node.op == "call_module")
         for kind, name in state.changes():
-            ways = [path for path in self._paths.values() if name.startswith(f"{path}.")]
-            path = max(ways, key=len, default="")
-            inside = any(f"{path}.".startswith(f"{leaf}.") for leaf in self.leaves)
-            own = name.removeprefix(f"{path}.")
-            if kind != "generator" and own != "training" and not inside:
+            module, own = self.model, name
+            while (child := module._modules.get(own.partition(".")[0])) is not None:
+                module, own = child, own.partition(".")[2]
+            path = self._paths[module]
+            leaf = next((p for p in self.leaves if f"{path}.".startswith(f"{p}.")), None)
+            if kind == "generator" or own == "training":
+                continue
+            if leaf is None:
                 yield Whole(path, "", f"its forward sets the attribute {own}")
+            elif kind == "attribute" and uses[leaf] > 1:
+                caller = next(n for n in self.runs[True].nodes if n.target == leaf)
+                what = f"it calls {leaf} several times, which keeps {own} from one call to the next"
+                yield Whole(caller.meta["owner"], caller.meta["line"], what)
 
     # Other runs
 
@@ -565,16 +627,17 @@ def _check_layers(model: nn.Module, layers: Converted, call: _Arguments) -> None
 def _compared(model: nn.Module, layers: nn.Module, call: _Arguments, training: bool) -> Comparison:
     """Compares outputs, buffers and, in training, gradients, with the same random numbers."""
     expected, actual = (
-        unchanged(module, partial(_values, module, call, training)) for module in (model, layers)
+        unchanged(module, lambda: values_of(module.train(training), call, training))  # noqa: B023
+        for module in (model, layers)
     )
     return compare(actual, expected)
 
 
-def _values(module: nn.Module, call: _Arguments, training: bool) -> dict[str, Any]:
+def values_of(module: nn.Module, call: _Arguments, gradients: bool = True) -> dict[str, Any]:
     """What a run gives, by names for messages."""
     args, kwargs = call()
-    with torch.set_grad_enabled(training):
-        output = module.train(training)(*args, **kwargs)
+    with torch.set_grad_enabled(gradients):
+        output = module(*args, **kwargs)
     found = by_name("output", output)
     outputs = list(found.values())
     saved = module.state_dict().keys()
@@ -588,7 +651,7 @@ def _values(module: nn.Module, call: _Arguments, training: bool) -> dict[str, An
         for name, leaf in [*module.named_parameters(), *inputs.items()]
         if isinstance(leaf, Tensor) and leaf.requires_grad
     }
-    if training and roots and leaves:
+    if gradients and roots and leaves:
         given = [  # differs from element to element
             ((torch.arange(t.numel(), device=t.device) % 17 - 8) / 8).reshape(t.shape).to(t.dtype)
             for t in roots

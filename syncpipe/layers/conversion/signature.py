@@ -17,7 +17,9 @@ from torch import Tensor, nn
 
 from syncpipe.data import NoChunk, bare, by_name, described, equal, flatten, unflatten
 
-__all__ = ["Signature", "batch_input", "call_arguments", "call_input", "model_signature"]
+__all__ = [
+    "Signature", "batch_input", "call_arguments", "call_input", "model_signature", "refresh",
+]  # fmt: skip
 
 
 _Arguments = tuple[tuple[Any, ...], dict[str, Any]]
@@ -196,10 +198,18 @@ def call_input(layers: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any])
     """What the first layer gets where the layers are called with these arguments."""
     signature = _signature(layers)
     if signature is not None:
+        refresh(layers)
         return signature.packed(signature.given(args, kwargs))
     if getattr(layers, "_unpack", False) and bool(kwargs) != bool(args) and len(args) != 1:
         return args or kwargs  # as the layers take them
     return forward(*args, **kwargs)
+
+
+def refresh(layers: nn.Module) -> None:
+    """Has converted layers follow what the owner of their model has changed."""
+    origins = {getattr(layer, "_origin", None) for layer in layers._modules.values()}
+    for origin in filter(None, origins):
+        origin.refresh()
 
 
 def batch_input(layers: nn.Module, input: Any) -> Any:

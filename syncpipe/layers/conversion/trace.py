@@ -21,7 +21,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 from unittest.mock import patch
@@ -32,6 +32,7 @@ from torch.nn.modules import transformer
 from torch.overrides import TorchFunctionMode
 
 from syncpipe.data import equal, flatten, tensors_in
+from syncpipe.layers.conversion.origin import MISSING, PLAIN, Read, alike, attribute
 from syncpipe.runtime.interrupts import forkable
 
 __all__ = ["CHECKS", "DEVICE", "Function", "Tracer", "Whole", "guard"]
@@ -51,13 +52,13 @@ _DECIDES = frozenset(
 #: Python takes values out of a tensor, or puts them in; a graph that it walks may be cut.
 _READS = frozenset({"tolist", "numpy", "__array__", "untyped_storage", "storage", "__set__",
                     "__complex__", "__delete__", "backward", "grad", "register_hook"})  # fmt: skip
-_PLAIN = (int, float, complex, str, bytes, bool, type(None), type(Ellipsis), torch.dtype,
-          torch.layout, torch.memory_format, torch.device)  # fmt: skip
+#: What the code of a class reads in every call, and what modules of PyTorch keep in themselves.
+_INTERNAL = frozenset({*vars(nn.Module), *vars(nn.Module())}) - {"training"}
 #: The name of the device where a layer is; it becomes that of a tensor that the layer is given.
 DEVICE = "_device"
 #: What a trace begins and ends with.
 _ENDS = ("placeholder", "output")
-_PLAIN_TREES = (tuple, list, torch.Size, dict, slice)
+_TREES = (tuple, list, torch.Size, dict, slice)
 _NOT_THE_MODEL = (torch.__file__.removesuffix("__init__.py"), __file__.removesuffix("trace.py"))
 
 
@@ -73,6 +74,19 @@ class Whole(NamedTuple):
     path: str
     line: str
     reason: str
+
+
+@dataclasses.dataclass
+class _Written:
+    """An attribute that an inlined forward sets: what was there, and whether that was its own."""
+
+    module: nn.Module
+    key: str
+    before: Any
+    own: bool
+    read_before: bool
+    fault: Whole
+    read_again: bool = False
 
 
 class Function:
@@ -125,8 +139,8 @@ def map_tree(fn: Callable[[Any], Any], tree: Any, build: Callable[..., Any] | No
         return fn(tree)
     new = {key: map_tree(fn, value, build) for key, value in parts.items()}
     if all(new[key] is parts[key] for key in parts):
-        return tree if build is None or kind in _PLAIN_TREES else fn(tree)
-    if kind in _PLAIN_TREES:
+        return tree if build is None or kind in _TREES else fn(tree)
+    if kind in _TREES:
         made: Any = tuple if kind is torch.Size and build else kind
         return (
             new if kind is dict else slice(*new.values()) if kind is slice else made(new.values())
@@ -217,9 +231,10 @@ _Call = tuple[tuple[int, str], ...]
 class Tracer(TorchFunctionMode):
     """One run of a model, traced.
 
-    A node has in its ``meta``: ``call``, the one that did it; ``key``, that and its number in it,
-    the same in every run that goes the same way; ``owner``, the path of the module whose forward it
-    was, and ``line``, where; ``value``; ``writes``, whether it writes into one of its arguments;
+    A node has in its ``meta``: ``at``, how many there were before it; ``call``, the one that did
+    it; ``key``, that and its number in it, the same in every run that goes the same way; ``owner``,
+    the path of the module whose forward it was, and ``line``, where; ``value``; ``reads``, of which
+    attributes alone a number was computed; ``writes``, whether it writes into one of its arguments;
     ``grad``, whether gradients were on; ``pure``, whether it may be left out where nobody uses what
     it gives; ``seconds``, for modules; ``name``, for the code.
 
@@ -227,7 +242,9 @@ class Tracer(TorchFunctionMode):
     tensors in the arguments; ``objects`` is what the model uses besides its own tensors and plain
     values, in all traces of it, by names in the code. ``nodes`` is what the model did, in order,
     from the caller's tensors to the output, ``result`` what it gave, ``steps`` how many there are
-    in each call, and ``faults`` what the trace cannot stand for.
+    in each call, and ``faults`` what the trace cannot stand for. ``reads`` has the attributes of
+    modules (and of objects in them) that were read, by name, ``modes`` in which call whose mode
+    was, ``decisive`` those by which Python decided.
     """
 
     def __init__(
@@ -246,6 +263,11 @@ class Tracer(TorchFunctionMode):
         self._call: _Call = ((0, ""),)
         self.steps: dict[_Call, int] = {self._call: 0}
         self.faults: list[Whole] = []
+        self.reads, self.decisive = dict[str, Read](), set[str]()
+        self.modes: list[tuple[int, _Call, str]] = []
+        self._watched = {id(module): path for module, path in paths.items()}
+        self._numbers = dict[str, Any]()
+        self._written: dict[tuple[int, str], _Written] = {}
         self._nodes: dict[int, fx.Node] = {}
         self._off, self._thread = False, threading.get_ident()
         self._mode, self._drawn = _mode(self._device), random.getstate()
@@ -255,13 +277,15 @@ class Tracer(TorchFunctionMode):
         for name, tensor in zip(names, tensors_in((args, kwargs)), strict=True):
             self._place("placeholder", name, key=("input", name), value=tensor)
         with _tracing_lock, ExitStack() as stack:
+            self._stack = stack
             for replaced in list(self._replaced()):
                 stack.enter_context(patch.object(*replaced))
             stack.enter_context(torch.enable_grad())
             stack.enter_context(self)
             self.result = model(*args, **kwargs)
             output = self._lift(self.result)
-        self._off = True
+            self._off = True
+            self._put_back()
         self._place("output", "output", (output,), key=("output",)).meta["line"] = ""
         self.nodes = [node for node in self._graph.nodes if node.op != "get_attr"]
 
@@ -274,13 +298,24 @@ class Tracer(TorchFunctionMode):
                 missed |= {node, *node.all_input_nodes}
         return [node for node in self.nodes if node in missed]
 
+    def fold(self, followed: set[str]) -> None:
+        """Puts numbers that are of other attributes than these into the code."""
+        for node in self._graph.nodes:
+            if node.meta["reads"] and not node.meta["reads"] & followed:
+                for user in list(node.users):
+                    value = lambda n, node=node: node.meta["value"] if n is node else n  # noqa: E731
+                    user.args, user.kwargs = fx.node.map_arg((user.args, user.kwargs), value)
+
     # What stands in for functions meanwhile
 
     def _replaced(self) -> Iterator[tuple[Any, str, Any]]:
         """Of what, what, and by what."""
         for cls in {cls for module in self._paths for cls in type(module).__mro__}:
-            if issubclass(cls, nn.Module) and "__call__" in cls.__dict__:
-                yield cls, "__call__", self._calling(cls.__dict__["__call__"])
+            for name, replaced in ("__call__", self._calling), ("__setattr__", self._setting):
+                if issubclass(cls, nn.Module) and name in cls.__dict__:
+                    yield cls, name, replaced(cls.__dict__[name])
+        for cls in {type(module) for module in self._paths}:
+            yield cls, "__getattribute__", self._reading(cls.__getattribute__)
         apply = self._applying(torch.autograd.Function.__dict__["apply"])
         yield torch.autograd.Function, "apply", classmethod(apply)
         yield builtins, "len", self._len
@@ -317,6 +352,110 @@ class Tracer(TorchFunctionMode):
                 self._call = outer
 
         return called
+
+    def _reading(self, get: Callable[..., Any]) -> Callable[..., Any]:
+        def read(owner: Any, key: str) -> Any:
+            if self.idle or key[:2] == "__" or id(owner) not in self._watched:
+                return get(owner, key)
+            try:
+                value = get(owner, key)
+            except AttributeError:
+                self._note(owner, key)
+                raise
+            return self._note(owner, key, value)
+
+        return read
+
+    def _note(self, owner: Any, key: str, value: Any = MISSING) -> Any:
+        """Notes that an attribute was read, and returns its value: a number with its node."""
+        module, path = isinstance(owner, nn.Module), self._watched[id(owner)]
+        if key == "training" and module:
+            self.modes.append((len(self._graph.nodes), self._call, path))
+            return value
+        if module and (
+            key in _INTERNAL
+            or any(key in getattr(owner, kind) for kind in ("_modules", "_parameters", "_buffers"))
+        ):
+            return value
+        # What properties and methods read is noted by itself.
+        written = self._written.get((id(owner), key))
+        if written is not None:
+            written.read_again = True
+        if attribute(owner, key) is not value or written is not None:
+            return value
+        name = ".".join(filter(None, (path, key)))
+        read = self.reads.setdefault(name, Read(name, owner, key, value))
+        if read.owner is not owner:
+            return value
+        if type(value) is float:
+            if name not in self._numbers:
+                node = self._place("get_attr", name, key=("number", name))
+                node.meta["reads"] = frozenset({name})
+                self._numbers[name] = self._number(node, value)
+            return self._numbers[name]
+        self._watch(value, name)
+        return value
+
+    def _watch(self, value: Any, name: str) -> None:
+        """Sees what is read of an object that is an attribute (a config, say)."""
+        kind = type(value)
+        if id(value) in self._watched or not hasattr(value, "__dict__") or callable(value):
+            return
+        if isinstance(value, (type, Tensor, enum.Enum)) or kind.__module__.startswith("torch"):
+            return
+        with suppress(TypeError):  # of a type whose attributes cannot be seen
+            get = patch.object(kind, "__getattribute__", self._reading(kind.__getattribute__))
+            self._watched[id(value)] = name
+            self._stack.enter_context(get)
+
+    def _setting(self, put: Callable[..., Any]) -> Callable[..., Any]:
+        def written(module: nn.Module, key: str, value: Any) -> None:
+            if not self.idle and module in self._paths:
+                self._write(module, key, value)
+            put(module, key, value)
+
+        return written
+
+    def _write(self, module: nn.Module, key: str, value: Any) -> None:
+        """Notes that an attribute is set."""
+        path = self._paths[module]
+        name, at = ".".join(filter(None, (path, key))), (id(module), key)
+        if any(f"{path}.".startswith(f"{leaf}.") for leaf in self._leaves):
+            if not alike(value, attribute(module, key)):
+                self._fault(f"its forward sets {name}, of a module that is called as it is")
+        elif at not in self._written:
+            before, fault = attribute(module, key), f"its forward sets the attribute {name}"
+            whole = Whole(self._call[-1][1], line_in_model(), fault)
+            own = key in vars(module)
+            self._written[at] = _Written(module, key, before, own, name in self.reads, whole)
+
+    def _put_back(self) -> None:
+        """Takes back what the forward has set, for it is no part of what layers do.
+
+        That is a fault, unless it set what was there, or what it alone uses in the same call.
+        """
+        for each in self._written.values():
+            now = attribute(each.module, each.key)
+            same = not self._of_input(now) and alike(now, each.before)
+            if not same and (each.read_before or not each.read_again):
+                self.faults.append(each.fault)
+            if each.own:
+                vars(each.module)[each.key] = each.before
+            else:
+                vars(each.module).pop(each.key, None)
+
+    def _of_input(self, value: Any) -> bool:
+        """Whether a value was computed of what the model was called with."""
+        pending = [
+            each.node if isinstance(each, _Number) else self._nodes.get(id(each))
+            for each in flatten(value)[0]
+        ]
+        for node in filter(None, pending):
+            if node.op == "placeholder":
+                return True
+            used = node.all_input_nodes
+            pending += used[:1] if node.target in ("to", "type_as") else used
+        return False
 
     def _applying(self, apply: Any) -> Callable[..., Any]:
         def applied(cls: Any, *args: Any, **kwargs: Any) -> Any:
@@ -419,7 +558,7 @@ class Tracer(TorchFunctionMode):
         ):
             node.meta["pure"] = node.op != "call_module"
             return self._number(node, result)
-        elif isinstance(result, _PLAIN):
+        elif isinstance(result, PLAIN):
             return result
         node.meta["pure"] |= isinstance(result, torch.Size)
         old = _parts(result)
@@ -460,7 +599,8 @@ class Tracer(TorchFunctionMode):
         node.meta.update(
             call=call, key=key or (*call, self.steps[call]), owner=call[-1][1],
             line=line_in_model(), pure=pure or (key is not None and op not in _ENDS),
-            writes=False, value=None, grad=torch.is_grad_enabled(),
+            at=len(self._graph.nodes), writes=False, value=None, reads=frozenset(),
+            grad=torch.is_grad_enabled(),
             name=re.sub(r"^(?=\d|$)", "value_", re.sub(r"\W", "_", name).strip("_")),
         )  # fmt: skip
         self.steps[call] += key is None
@@ -482,10 +622,16 @@ class Tracer(TorchFunctionMode):
 
     def computed(self, fn: Callable[..., Any], args: tuple[Any, ...], value: Any) -> Any:
         """A number that was computed of others."""
-        return self._number(self._place("call_function", fn, self._lift(args), pure=True), value)
+        node = self._place("call_function", fn, self._lift(args), pure=True)
+        of = [used.meta["reads"] for used in node.all_input_nodes]
+        node.meta["reads"] = frozenset().union(*of) if all(of) else frozenset()
+        return self._number(node, value)
 
     def decided(self, number: Any) -> None:
         """Python used the value of a number."""
+        if reads := number.node.meta["reads"]:
+            self.decisive |= reads
+            return
         self._place("call_function", guard, (number.node, plain(number), line_in_model()))
 
     # What is used
@@ -504,7 +650,7 @@ class Tracer(TorchFunctionMode):
         if isinstance(leaf, torch.device):
             same = leaf.type == self._device.type and leaf.index in (None, self._device.index)
             return self._where if same else leaf
-        if isinstance(leaf, _PLAIN) and not isinstance(leaf, enum.Enum):
+        if isinstance(leaf, PLAIN) and not isinstance(leaf, enum.Enum):
             return float(leaf) if isinstance(leaf, float) else leaf  # NumPy's are floats, too
         if id(leaf) in self._nodes:
             return self._nodes[id(leaf)]
@@ -539,7 +685,7 @@ def line_in_model() -> str:
 
 def _counts(leaf: Any) -> bool:
     """Whether a result may be another one for another batch, or for other values."""
-    return not isinstance(leaf, _PLAIN) or (
+    return not isinstance(leaf, PLAIN) or (
         type(leaf) is not bool and isinstance(leaf, (int, float))
     )
 

@@ -1,0 +1,182 @@
+"""What the layers of a converted model have in common with it: modes, attributes, tensors.
+
+The forward of an inlined module does not run any more, but its owner goes on changing it. Each call
+of the layers follows such a change, or refuses it::
+
+    model.eval(), model.backbone.eval()     followed
+    model.temperature = 0.5                 followed where the number only flows into operations
+    model.pos = nn.Parameter(...)           followed
+    model.depth = 3, other children, hooks  refused
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable, Mapping
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from syncpipe.state import same_value
+
+__all__ = ["CALL_HOOKS", "MISSING", "PLAIN", "Origin", "Read", "alike", "attribute"]
+
+#: Values that are compared as they are.
+PLAIN = (int, float, complex, str, bytes, bool, type(None), type(Ellipsis), torch.dtype,
+         torch.layout, torch.memory_format, torch.device)  # fmt: skip
+MISSING: Any = type("Missing", (), {"__repr__": lambda _: "not there"})()
+#: Where a module keeps the hooks around its forward.
+CALL_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+#: What may have other entries and be the same object.
+_MUTABLE = (list, dict, set, SimpleNamespace)
+#: Of larger containers only the number of entries is compared.
+_ENTRIES = 1000
+
+
+class Read(NamedTuple):
+    """An attribute that an inlined forward read.
+
+    Attributes:
+        name: the way to it from the model on.
+        owner: the object that has it, or whose class has it.
+        key: its name there.
+        value: what was read; ``MISSING`` if there was none.
+    """
+
+    name: str
+    owner: Any
+    key: str
+    value: Any
+
+    def now(self) -> Any:
+        """The value that it has now."""
+        return attribute(self.owner, self.key)
+
+
+def attribute(owner: Any, key: str) -> Any:
+    """An attribute of an object or of its class, as it is written there; or ``MISSING``."""
+    places = (vars(owner), *map(vars, type(owner).__mro__))
+    return next((place[key] for place in places if key in place), MISSING)
+
+
+class Origin:
+    """The inlined modules of a model by path, and what its forward read of them.
+
+    Layers share it. Copies of layers have one that is empty: they are on their own.
+
+    Attributes:
+        modules: the inlined modules.
+        numbers: what layers read of these in each call, by name.
+    """
+
+    def __init__(
+        self,
+        modules: Mapping[str, nn.Module] | None = None,
+        reads: Iterable[Read] = (),
+        numbers: Iterable[str] = (),
+    ) -> None:
+        self.modules = dict(modules or {})
+        by_name = {read.name: read for read in reads}
+        self.numbers = {name: by_name.pop(name) for name in numbers}
+        self._reads = list(by_name.values())
+        self._layers: list[weakref.ref[Any]] = []
+        self._tensors: list[tuple[weakref.ref[Any], dict[str, Any], str, str]] = []
+        self.begin(())
+
+    def __reduce__(self) -> Any:
+        return Origin, ()
+
+    def hold(self, holder: nn.Module, module: nn.Module, kind: str, name: str) -> None:
+        """Takes a parameter or buffer of an inlined module that a layer holds, too."""
+        self._tensors.append((weakref.ref(holder), getattr(module, kind), kind, name))
+
+    def begin(self, layers: Iterable[Any]) -> None:
+        """Takes all for unchanged as it is now, also what the conversion has put back."""
+        self._layers = list(map(weakref.ref, layers))
+        self._children = {path: [*m._modules.values()] for path, m in self.modules.items()}
+        self._forwards = {path: vars(m).get("forward") for path, m in self.modules.items()}
+        self._known: list[Any] = [own.get(name) for _, own, _, name in self._tensors]
+        self._seen = [vars(read.owner).get(read.key, MISSING) for read in self._reads]
+        self._values = [read.now() for read in self._reads]
+        self._last: dict[str, float] = {}
+        mutable = [(read, each) for read, each in zip(self._reads, self._values, strict=True)]
+        self._contents = [(r, _content(each)) for r, each in mutable if isinstance(each, _MUTABLE)]
+        self.follow_numbers()
+
+    def refresh(self) -> None:
+        """Follows what was changed since the last call, or raises a ``ValueError``."""
+        for path, module in self.modules.items():
+            if self._children[path] != [*module._modules.values()]:
+                _refuse(f"the modules inside of {path or 'the model'} are others now")
+            if any(getattr(module, kind) for kind in CALL_HOOKS):
+                _refuse(f"{path or 'the model'} has hooks now, which its layers do not run")
+            if vars(module).get("forward") is not self._forwards[path]:
+                _refuse(f"{path or 'the model'} has another forward now")
+        for k, read in enumerate(self._reads):
+            seen = vars(read.owner).get(read.key, MISSING)
+            if seen is not self._seen[k]:
+                now = read.now()
+                if not (alike(now, self._values[k]) or alike(now, read.value)):
+                    _refuse_value(read.name, self._values[k], now)
+                self._seen[k] = seen
+        for read, then in self._contents:
+            if (found := _content(read.now())) != then:
+                _refuse_value(read.name, then, found)
+        for k, (holder, own, kind, name) in enumerate(self._tensors):
+            if (tensor := own.get(name)) is not self._known[k] and (to := holder()) is not None:
+                self._known[k] = getattr(to, kind)[name] = tensor
+        self.follow_numbers()
+
+    def follow_numbers(self) -> None:
+        """Gives the layers the numbers that there are now."""
+        numbers = {name: read.now() for name, read in self.numbers.items()}
+        for name, number in numbers.items():
+            if type(number) not in (int, float):
+                _refuse_value(name, self.numbers[name].value, number)
+        if numbers != self._last:
+            self._last = numbers
+        for layer in filter(None, [layer() for layer in self._layers]):
+            if layer._numbers is not self._last:
+                layer._numbers = self._last
+
+
+def _refuse(what: str) -> None:
+    raise ValueError(
+        f"the model was changed after its conversion: {what}. Undo that, or convert the model again"
+    )
+
+
+def _refuse_value(name: str, then: Any, now: Any) -> None:
+    _refuse(
+        f"{name} was {then!r:.100} and is {now!r:.100}, and what the layers do was decided by it"
+    )
+
+
+def alike(a: Any, b: Any) -> bool:
+    """Whether a value makes no difference in the place of another one."""
+    if isinstance(a, (tuple, *_MUTABLE)) and type(a) is type(b):
+        return bool(_content(a) == _content(b))
+    return same_value(a, b) or (type(a) is type(b) and isinstance(a, PLAIN) and bool(a == b))
+
+
+def _content(value: Any) -> Any:
+    """What is in containers, and what else is the same object."""
+    if isinstance(value, SimpleNamespace):
+        value = vars(value)
+    if isinstance(value, (list, tuple, set, dict)):
+        if len(value) > _ENTRIES:
+            return len(value)
+        items = value.items() if isinstance(value, dict) else enumerate(value)
+        return {key: _content(each) for key, each in items}
+    return value if isinstance(value, PLAIN) else _Same(value)
+
+
+class _Same(NamedTuple):
+    """Equal for the very same object."""
+
+    value: Any
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Same) and other.value is self.value
