@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 import ast
+import re
+from collections import defaultdict
 from collections.abc import Iterator
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
+
+import torch
+from torch import nn
 
 import syncpipe
 
@@ -71,3 +76,54 @@ def test_imports_point_down():
         for other in imports(name, known):
             here, there = (f"{m}.".split(".")[1] for m in (name, other))
             assert here == there or floor[here] > floor[there], f"{name} imports {other}"
+
+
+def _is_private(name: str) -> bool:
+    return any(part[:1] == "_" != part[1:2] for part in name.split("."))
+
+
+def uses_of_pytorch(tree: ast.Module) -> Iterator[str]:
+    """Names of PyTorch that a module uses: dotted from ``torch``, or ``.x`` of any object."""
+    of_objects = {*filter(_is_private, {*dir(nn.Module()), *dir(torch.Tensor)})}
+    names = {"torch": "torch"}
+
+    def dotted(node: ast.AST) -> str | None:
+        if isinstance(node, ast.Name):
+            return names.get(node.id)
+        base = dotted(node.value) if isinstance(node, ast.Attribute) else None
+        return f"{base}.{node.attr}" if base else None
+
+    own = {node.name for node in tree.body if isinstance(node, ast.FunctionDef)}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "torch":
+            for alias in node.names:
+                names[alias.asname or alias.name] = f"{node.module}.{alias.name}"
+                yield f"{node.module}.{alias.name}"
+        elif isinstance(node, ast.Assign | ast.AnnAssign) and node.value and dotted(node.value):
+            target = node.targets[0] if isinstance(node, ast.Assign) else node.target
+            names[ast.unparse(target)] = dotted(node.value)
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute):
+            if (found := dotted(node)) or node.attr in of_objects - own:
+                yield found or f".{node.attr}"
+        elif isinstance(node, ast.FunctionDef) and node.name in of_objects - own:
+            yield f".{node.name}"
+
+
+def test_what_is_not_the_public_contract_of_pytorch_is_listed():
+    page = (PACKAGE.parent / "docs" / "testing.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| (`[^|]+) \| ([^|]+) \| (2\.[^|]+) \|$", page, re.M)
+    listed: dict[str, set[str]] = defaultdict(set)
+    for names, files, _ in rows:
+        for name in re.findall("`([^`]+)`", names):
+            listed[name] |= {*re.findall("`([^`]+)`", files)}
+    used: dict[str, set[str]] = defaultdict(set)
+    for path in PACKAGE.rglob("*.py"):
+        tree = ast.parse(path.read_text(encoding="utf-8"))
+        found = {*filter(_is_private, uses_of_pytorch(tree))}
+        for name in found - {"torch._C"}:
+            if not any(other.startswith(f"{name}.") for other in found):
+                used[name.removeprefix("torch.")].add(path.relative_to(PACKAGE).as_posix())
+    assert len(used) > 50
+    # Where the page says "many" it names no file.
+    assert listed == {name: files if listed[name] else set() for name, files in used.items()}

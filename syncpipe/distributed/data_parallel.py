@@ -34,6 +34,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from syncpipe.data import described, tensors_in
 from syncpipe.distributed.peers import Peers, given_group
+from syncpipe.distributed.private import in_buckets
 from syncpipe.pipe import Pipe
 from syncpipe.runtime.engine import RUNNING, Run
 from syncpipe.schedules.schedule import Kind, Schedule
@@ -328,8 +329,7 @@ class _Call:
         group = owner.groups[j if j < len(owner.groups) else 0]
         sent = self._sent[j] = []
         stage = self._stages[j]
-        assign: Any = dist._compute_bucket_assignment_by_size  # type: ignore[attr-defined]
-        for indices in assign(stage, [int(owner.capacity)])[0] if stage else []:
+        for indices in in_buckets(stage, int(owner.capacity)):
             leaves = [stage[k] for k in indices]
             flat = _flat(leaves, [leaf.grad for leaf in leaves]).mul_(own)
             before = [self._leaves.before(leaf) for leaf in leaves]

@@ -28,6 +28,8 @@ from torch import Tensor
 from torch import distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+from syncpipe.distributed.private import default_group, default_store, naming
+
 __all__ = ["LostProcess", "Peers", "RemoteError", "given_group"]
 
 _T = TypeVar("_T")
@@ -63,7 +65,7 @@ class Peers:
         _NUMBERS[name] += 1  # alike everywhere: all make the same, in turn
         self._prefix = f"{name}/{_NUMBERS[name]}"
         self._keys = [f"{self._prefix}/{rank}" for rank in range(self.size)]
-        self._store = dist.distributed_c10d._get_default_store()
+        self._store = default_store()
         #: The last calls by number; up to which one a process takes part, and why no longer.
         self._row = SimpleNamespace(calls={}, last=0, refused=0, until=math.inf, gone="")
         self._write = partial(_written, self._store, self._keys[self.rank], self._row)
@@ -80,21 +82,13 @@ class Peers:
     def new_group(
         self, name: str, backend: str | None = None, ranks: Sequence[int] | None = None
     ) -> Any:
-        """Makes a process group of all, or of some, of which others know nothing.
-
-        PyTorch would name it by counters that differ where other groups were made or dropped.
-        """
-        c10d: Any = dist.distributed_c10d
+        """Makes a process group of all, or of some, of which others know nothing."""
         world = [self._ranks[rank] for rank in ranks or range(self.size)]
         options: dict[str, Any] = {"use_local_synchronization": True}
         if self._timeout < math.inf:
             options["timeout"] = timedelta(seconds=self._timeout + 5)  # we are to say so first
-        named = c10d._process_group_name
-        c10d._process_group_name = lambda *_, **__: f"{self._prefix}/{name}"
-        try:
+        with naming(f"{self._prefix}/{name}"):
             self.groups.append(dist.new_group(world, backend=backend or self._backend, **options))
-        finally:
-            c10d._process_group_name = named
         return self.groups[-1]
 
     @contextmanager
@@ -307,7 +301,7 @@ def _described(error: BaseException) -> str:
 def given_group(group: Any, argument: str) -> dist.ProcessGroup:
     """The process group that was given: one, a mesh of one dimension, or None for that of all."""
     if group is None:
-        return dist.distributed_c10d._get_default_group()
+        return default_group()
     if isinstance(group, DeviceMesh):
         return group.get_group()  # refuses one of several dimensions
     if not isinstance(group, dist.ProcessGroup):

@@ -16,6 +16,7 @@ from torch import distributed as dist
 from torch.distributed import pipelining
 
 from syncpipe.data import described, gather, map_tensors, scatter_pair, tensors_in
+from syncpipe.distributed.private import Warmup
 from syncpipe.layers.conversion.signature import call_input, refresh
 from syncpipe.layers.placement import check_input
 from syncpipe.training.loss import Loss, Objective
@@ -71,6 +72,7 @@ def schedule_over(
         scale_grads=False,
     )
     schedule._owner, schedule._name = owner, name
+    schedule._m, schedule._trains = m, loss is not None
     schedule._begun = partial(_MiniBatch, owner, m, loss, group)
     return schedule
 
@@ -80,12 +82,13 @@ def _checked(kind: type) -> type:
     return type(kind.__name__, (_Checked, kind), {"__module__": __name__})
 
 
-class _Checked:
+class _Checked(Warmup):
     _owner: Any
     _name: str
+    _m: int
+    _trains: bool
     _begun: partial[_MiniBatch]
-    _n_microbatches: int  # PyTorch's
-    _has_backward: bool  # PyTorch's: not in eval(), which is this step
+    _running = False
 
     def step(
         self,
@@ -113,24 +116,45 @@ class _Checked:
             TypeError, ValueError: the arguments do not fit. Where all ranks refuse, all can go on.
             RuntimeError: another rank has failed, refused its arguments or does something else.
         """
-        owner, m, backward = self._owner, self._n_microbatches, self._has_backward
-        what = f"{'step' if backward else 'eval'}() of {self._name!r} with {m} micro-batches"
-        step: Any = super().step  # type: ignore[misc]
+        run, options = super().step, {"target": target, "return_outputs": return_outputs}  # type: ignore[misc]
+        if self._running:  # by PyTorch's eval(), with any arguments that it has
+            return run(*args, losses=losses, **options, **kwargs)
+        return self._mini_batch("step", run, losses, args, kwargs, **options)
+
+    def eval(
+        self,
+        *args: Any,
+        target: Any = None,
+        losses: list[Any] | None = None,
+        return_outputs: bool = True,
+        **kwargs: Any,
+    ) -> Any:
+        """Runs forward only. Arguments, outputs and errors are those of :meth:`step`."""
+        run, options = super().eval, {"target": target, "return_outputs": return_outputs}  # type: ignore[misc]
+        return self._mini_batch("eval", run, losses, args, kwargs, **options)
+
+    def _mini_batch(
+        self, name: str, run: Any, losses: list[Any] | None, args: Any, kwargs: Any,
+        *, target: Any, return_outputs: bool,
+    ) -> Any:  # fmt: skip
+        owner, m, backward = self._owner, self._m, name == "step" and self._trains
         index = torch.arange(m)  # what PyTorch cuts: the numbers of the micro-batches
-        with owner.peers.call(what):
+        with owner.peers.call(f"{name}() of {self._name!r} with {m} micro-batches"):
+            self._running = True
             try:
                 batch = self._begun(args, kwargs, target, backward, return_outputs)
                 owner.peers.sent = True
                 with owner._added_up() if backward else torch.no_grad():
                     # Outputs are kept here, for they may be any trees.
                     given = [] if owner.first is None else [index]
-                    step(*given, target=index, return_outputs=False)
+                    run(*given, target=index, return_outputs=False)
             except Exception as error:
                 if error.__cause__ is not None and "failed to run" in str(error).lower():
                     own = error.__cause__  # PyTorch wraps it to show the arguments
                     raise own from own.__cause__
                 raise
             finally:
+                self._running = False
                 for part in owner.parts.values():
                     part.inputs, part.head = [], None
         if owner.last is None:
@@ -138,18 +162,6 @@ class _Checked:
         if losses is not None:
             losses[:] = [share.detach() for share in batch.shares]
         return gather(batch.outputs) if return_outputs else None
-
-    def _warmup_p2p(self, stages: Any, has_backward: bool, p2p_done: bool) -> None:
-        """PyTorch's vote whether all shapes are known: they are.
-
-        Gloo ends a process that gets the vote of another one in the place of a message.
-        """
-        from torch.distributed.pipelining._utils import InferenceMode  # older versions have none
-
-        if not p2p_done and "cpu:" not in str(dist.get_backend_config(stages[0].group)):
-            super()._warmup_p2p(stages, has_backward, p2p_done)  # type: ignore[misc]
-        for each in stages:
-            each._inference_mode = InferenceMode.STATIC
 
 
 class _MiniBatch(Source):

@@ -23,12 +23,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch import distributed as dist
-from torch.distributed.pipelining import PipelineStage
 from torch.distributed.tensor import DTensor
 
 from syncpipe.balance.balances import balance_named
 from syncpipe.data import by_name, described, flatten, map_tensors, tensors_in, unwrapped
 from syncpipe.distributed.peers import Peers, given_group
+from syncpipe.distributed.private import Stage, check_pipelining
 from syncpipe.distributed.schedules import schedule_over
 from syncpipe.layers.conversion.layer import ModelNames
 from syncpipe.layers.conversion.signature import batch_input
@@ -284,7 +284,7 @@ class Stages(ModelNames):
             given = (index,) if part.inward is None else part.inward.wire()
             made = (loss,) if part.outward is None else part.outward.wire()
             shapes: Any = {"input_args": given, "output_args": made, "group": self._group}
-            self.stages.append(_Stage(part, j, len(self.balance), self.device, **shapes))
+            self.stages.append(Stage(part, j, len(self.balance), self.device, **shapes))
         for k, tie in enumerate(self._tied):
             ranks = list(dict.fromkeys(self._rank_of[j] for j in tie.stages))
             mine = [place for place in tie.places if place.stage in parts]
@@ -461,10 +461,10 @@ def stage(
 
     Raises:
         TypeError, ValueError: an argument does not fit, or there is no process group.
-        RuntimeError: another rank has failed, with the reason; or PyTorch is older than 2.13.
+        RuntimeError: another rank has failed, with the reason; or PyTorch is older than 2.13, or
+            has another kind of pipelining.
     """
-    if not hasattr(PipelineStage, "_get_grad_send_meta"):
-        raise RuntimeError(f"stage needs PyTorch 2.13 or later: this is {torch.__version__}")
+    check_pipelining()
     given = layers, balance, sample, placement, device, unpack
     return Stages(given_group(group, "group"), *given, init_fn=init_fn, seed=seed)
 
@@ -481,17 +481,6 @@ def _sizes(balance: Any, module: nn.Sequential, n: int, placement: str) -> list[
             "many processes (torchrun --nproc-per-node)"
         )
     return sizes
-
-
-class _Stage(PipelineStage):
-    """PyTorch's; in evaluation schedules ask for gradients where the next one is here as well."""
-
-    def get_local_bwd_output(self, i: int) -> Any:
-        return super().get_local_bwd_output(i) if self.has_backward else ()  # type: ignore
-
-    def set_local_bwd_input(self, grads: Any, i: int) -> None:
-        if self.has_backward:
-            super().set_local_bwd_input(grads, i)
 
 
 def _local(tensor: Any) -> Tensor:

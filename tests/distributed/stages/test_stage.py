@@ -41,7 +41,14 @@ BALANCES = {"one": [3, 3, 3, 3], "loop": [1, 2, 1, 2, 2, 1, 2, 1], "v": [1, 2, 1
 def test_without_a_process_group_or_a_pytorch_that_can_it_says_so(monkeypatch):
     with pytest.raises(ValueError, match="call init_process_group"):
         stage([torch.nn.ReLU()], [1])
-    monkeypatch.delattr(pipelining.stage._PipelineStageBase, "_get_grad_send_meta")
+    base, version = pipelining.stage._PipelineStageBase, re.escape(torch.__version__)
+    monkeypatch.setattr(base, "get_local_bwd_output", lambda self, mb_index, more: None)
+    with pytest.raises(RuntimeError, match=rf"{version}, where it takes .*'more'\]"):
+        stage([torch.nn.ReLU()], [1])
+    monkeypatch.delattr(base, "get_local_bwd_output")
+    with pytest.raises(RuntimeError, match=f"{version}, where it is gone"):
+        stage([torch.nn.ReLU()], [1])
+    monkeypatch.delattr(base, "_get_grad_send_meta")
     with pytest.raises(RuntimeError, match=r"needs PyTorch 2\.13 or later"):
         stage([torch.nn.ReLU()], [1])
 
@@ -138,7 +145,7 @@ def trained(name: str) -> None:
     place = "v" if where == "v" else "loop"
     mine = stage(model(), BALANCES[where], sample=x[:2], placement=place)
     schedule = mine.schedule(name, chunks=M, loss_fn=F.cross_entropy)
-    assert type(schedule).__mro__[2] is getattr(pipelining, kind)
+    assert isinstance(schedule, getattr(pipelining, kind))
     assert len(mine.stages) == (1 if where == "one" else 2)
     plain, loss = expected()
     with torch.no_grad():

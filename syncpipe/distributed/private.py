@@ -1,0 +1,106 @@
+"""What this package uses of ``torch.distributed`` and is not its public contract.
+
+``docs/testing.md`` lists it, with the versions in which it was seen. Everything is called here and
+nowhere else, and ``check_pipelining`` refuses a PyTorch in which it looks otherwise.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from inspect import isfunction, signature
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch import distributed as dist
+from torch.distributed import pipelining
+from torch.distributed.pipelining import PipelineStage
+
+__all__ = [
+    "Stage",
+    "Warmup",
+    "check_pipelining",
+    "default_group",
+    "default_store",
+    "in_buckets",
+    "naming",
+]
+
+
+def default_store() -> Any:
+    """The store by which the processes met."""
+    return dist.distributed_c10d._get_default_store()
+
+
+def default_group() -> dist.ProcessGroup:
+    """The process group of all; raises ValueError where ``init_process_group`` was not called."""
+    return dist.distributed_c10d._get_default_group()
+
+
+@contextmanager
+def naming(name: str) -> Iterator[None]:
+    """Gives the process group that is made meanwhile this name.
+
+    PyTorch would name it by counters, which differ where other groups were made or dropped.
+    """
+    c10d: Any = dist.distributed_c10d
+    before: Callable[..., str] = c10d._process_group_name
+    c10d._process_group_name = lambda *_, **__: name
+    try:
+        yield
+    finally:
+        c10d._process_group_name = before
+
+
+def in_buckets(tensors: Sequence[Tensor], nbytes: int) -> list[list[int]]:
+    """Cuts tensors, by their indices, as ``DistributedDataParallel`` cuts gradients."""
+    assign: Any = dist._compute_bucket_assignment_by_size  # type: ignore[attr-defined]
+    return assign(tensors, [nbytes])[0] if tensors else []
+
+
+# --- torch.distributed.pipelining ----------------------------------------------------------------
+
+
+class Stage(PipelineStage):
+    """PyTorch's; in evaluation schedules ask for gradients where the next one is here as well."""
+
+    def get_local_bwd_output(self, mb_index: int) -> Any:
+        return super().get_local_bwd_output(mb_index) if self.has_backward else ()  # type: ignore
+
+    def set_local_bwd_input(self, next_stage_bwd_outputs: Any, mb_index: int) -> None:
+        if self.has_backward:
+            super().set_local_bwd_input(next_stage_bwd_outputs, mb_index)
+
+
+class Warmup:
+    """Mixed into a schedule: shapes are known, so no votes are sent."""
+
+    def _warmup_p2p(self, stages: Any, has_backward: bool, p2p_done: bool) -> None:
+        """PyTorch's vote whether all shapes are known.
+
+        Gloo ends a process that gets the vote of another one in the place of a message.
+        """
+        from torch.distributed.pipelining._utils import InferenceMode  # older versions have none
+
+        if not p2p_done and "cpu:" not in str(dist.get_backend_config(stages[0].group)):
+            super()._warmup_p2p(stages, has_backward, p2p_done)  # type: ignore[misc]
+        for each in stages:
+            each._inference_mode = InferenceMode.STATIC
+
+
+def check_pipelining() -> None:
+    """Refuses a PyTorch in which what is overridden here does not look as it does here."""
+    here = f"this is PyTorch {torch.__version__}"
+    if not hasattr(PipelineStage, "_get_grad_send_meta"):
+        raise RuntimeError(f"stage needs PyTorch 2.13 or later: {here}")
+    theirs = PipelineStage, getattr(pipelining.schedules, "_PipelineSchedule", None)
+    for kind, ours in zip(theirs, (Stage, Warmup), strict=True):
+        for method, function in filter(lambda pair: isfunction(pair[1]), vars(ours).items()):
+            known, found = [*signature(function).parameters], getattr(kind, method, None)
+            shape = f"takes {[*signature(found).parameters]}" if found else "is gone"
+            if shape != f"takes {known}":
+                raise RuntimeError(
+                    f"stage knows torch.distributed.pipelining as of PyTorch 2.13 and 2.14, where "
+                    f"{method} takes {known}; {here}, where it {shape}: install one of those"
+                )
