@@ -483,11 +483,15 @@ def place_of(tensor: Tensor) -> Any:
     return (storage_of(tensor), *region, tensor.requires_grad)
 
 
+def is_part(tensor: Tensor) -> bool:
+    """Whether it is a part of a larger memory, with others that count versions with it."""
+    has_storage = bool(torch._C._has_storage(tensor))
+    return has_storage and tensor.untyped_storage().nbytes() > tensor.nbytes
+
+
 def compact(tensor: Tensor) -> Tensor:
     """A tensor to keep: a copy if it is a part of a larger memory, which would stay as well."""
-    if type(tensor) is not Tensor or not torch._C._has_storage(tensor):
-        return tensor
-    return tensor.clone() if tensor.untyped_storage().nbytes() > tensor.nbytes else tensor
+    return tensor.clone() if type(tensor) is Tensor and is_part(tensor) else tensor
 
 
 def clones(tensors: list[Tensor]) -> list[Tensor]:

@@ -6,12 +6,14 @@
 Both runs record a graph: a forward without one may take other kernels, with other last bits. The
 second one computes from what the first one used, and leaves no trace. Of what is in modules,
 
-* modes, parameters and most buffers are only read. They are noted. What is in their place at the
-  recomputation (``eval()``, a parameter that was frozen) gives way to them meanwhile. A tensor that
-  was modified in place is lost, and refused, and so is another module.
-* BatchNorm's statistics, a codebook, ... are changed by forwards, which are looked at for it. They
-  are copied before each one, and the recomputation works on copies of the copies. Until a buffer
-  changes, a copy in a call is enough.
+* modes and parameters are only read. They are noted, as large buffers are. What is in their place
+  at the recomputation (``eval()``, a parameter that was frozen) gives way to them meanwhile. A
+  tensor that was modified in place is lost, and refused, and so is another module.
+* small buffers are copied before each forward, and the recomputation works on the copies: BatchNorm
+  moves its statistics without a trace in their versions.
+* of larger ones versions tell. Those that the last call changed are copied. A cell that changes
+  another one keeps its graph instead of being recomputed, and cells before it, which read that, are
+  refused. What the first cell of a call changes without a trace is found by sums over its memory.
 * the weight of ``nn.Embedding(max_norm=...)`` may be changed by forwards, for the rows that a cell
   used stay what they were; its recomputation changes no row again.
 
@@ -22,20 +24,28 @@ pipe inside a layer is covered by the lock of the outermost stage: that comes be
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, MutableMapping
+from collections.abc import Callable, Container, Iterable, MutableMapping
 from contextvars import ContextVar
 from functools import partial
 from itertools import filterfalse
 from operator import attrgetter
-from typing import Any
+from typing import Any, NamedTuple, cast
+from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.parameter import is_lazy
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from syncpipe.data import attributes_of, clones, described, map_tensors, objects_in, tensors_in
+from syncpipe.data import (
+    attributes_of,
+    clones,
+    described,
+    is_part,
+    map_tensors,
+    objects_in,
+    tensors_in,
+)
 from syncpipe.runtime.errors import annotate
 from syncpipe.runtime.graph import nodes_of
 from syncpipe.runtime.interrupts import Swap, forkable, swapped
@@ -46,7 +56,7 @@ _RECOMPUTING: ContextVar[bool] = ContextVar("syncpipe_recomputing", default=Fals
 OUTERMOST: ContextVar[Any] = ContextVar("syncpipe_stage_lock", default=None)
 
 _Place = tuple[nn.Module, str]
-_Noted = tuple[str, Tensor | None, int]  # a name, the tensor that was there, and its version
+SMALL = 1 << 16  #: bytes of a buffer that is copied before each forward
 _VERSION: Callable[[Tensor], int] = attrgetter("_version")
 
 
@@ -90,10 +100,11 @@ class Changes:
         #: For each of their parameters that is alive how often forwards modified it.
         self.renormed: MutableMapping[Tensor, int] = WeakTensorKeyDictionary()
         self.owners: list[nn.Module] = []  #: the modules with buffers
-        self.changing: set[_Place] = set()  #: the buffers that some forward has changed
-        #: For each module the others, as they were in a forward that did not change them.
-        self.constant: dict[nn.Module, list[_Noted]] = {}
-        self._modes: list[bool] = []
+        #: The large buffers that forwards changed in place, as the last call showed.
+        self.changing: set[_Place] = set()
+        #: Those of which no version told it in time, once: they are copied as small ones are.
+        self.copied: set[_Place] = set()
+        self.steady: set[_Place] = set()  #: those that a forward left as they were
         self.follow(list(root.modules()))
 
     def renorm(self, run: Callable[[], Any]) -> Any:
@@ -108,14 +119,10 @@ class Changes:
     def follow(self, modules: list[nn.Module]) -> None:
         """Goes by the modules that there are now: some may have come in since the last call."""
         owners = [module for module in modules if module._buffers]
-        modes = [module.training for module in owners]
-        if owners != self.owners:
-            # Batch norm writes through functions that leave no trace.
-            norms = {(m, name) for m in owners if isinstance(m, _NormBase) for name in m._buffers}
-            there = {(module, name) for module in owners for name in module._buffers}
-            self.changing = self.changing & there | norms
-        if owners != self.owners or modes != self._modes:
-            self.owners, self._modes, self.constant = owners, modes, {}
+        if owners != self.owners:  # those that are gone may die
+            there = {(module, name) for module in owners for name in [*module._buffers]}
+            self.owners, self.changing = owners, self.changing & there
+            self.copied, self.steady = self.copied & there, self.steady & there
         self.renorming = [
             module
             for module in modules
@@ -123,17 +130,18 @@ class Changes:
             and isinstance(module, (nn.Embedding, nn.EmbeddingBag))
             and module.max_norm is not None
         ]
-        self.any |= bool(owners or self.renorming)
+        self.any |= bool(self.owners or self.renorming)
 
 
 class ModuleState:
     """The modules of a stage as they are in one call: their modes and their parameters.
 
-    If some parameters have no value yet (``lazy``), it is not good for later cells.
+    If some parameters have no value yet (``lazy``), it is not good for later cells. Of ``others``,
+    by identity, other tensors stand in the modules: those are not copied.
     """
 
-    def __init__(self, root: nn.Module, changes: Changes) -> None:
-        self._root, self.changes = root, changes
+    def __init__(self, root: nn.Module, changes: Changes, others: Container[int] = ()) -> None:
+        self._root, self.changes, self.others = root, changes, others
         self._modules, self._marks = _walk(root)
         self._states = [(m, m.training, _numbers(m), dict(m._parameters)) for m in self._modules]
         found = {p: None for *_, own in self._states for p in own.values() if p is not None}
@@ -143,7 +151,10 @@ class ModuleState:
         self._tracked = [p for p in self._parameters if not p.is_inference()]
         self.note_versions()
         self._checked: tuple[object, list[Swap]] | None = None
-        self._originals: dict[tuple[int, int], tuple[Tensor, Tensor | None]] = {}
+        self.first = True  # no cell went forward yet
+        self.expected = set(changes.changing)  #: the large buffers that forwards may change
+        self._changed: set[_Place] = set()
+        self._copies: MutableMapping[tuple[int, int], _Version] = WeakValueDictionary()
         changes.follow(self._modules)
 
     def like(self, other: ModuleState) -> bool:
@@ -155,14 +166,19 @@ class ModuleState:
         self._versions = list(map(_VERSION, self._tracked))
         self._renormed = dict(self.changes.renormed.items())
 
-    def original(self, buffer: Tensor | None, version: int) -> Tensor | None:
-        """The copy of a buffer in a version, which it has when this is asked for the first time."""
-        if buffer is None:
-            return None
+    def version(self, buffer: Tensor, version: int) -> _Version:
+        """The copy of a buffer in the version that it has now, which cells have in common."""
         key = id(buffer), version
-        if key not in self._originals:
-            self._originals[key] = buffer, _copy(buffer, {})  # it stays alive
-        return self._originals[key][1]
+        if (found := self._copies.get(key)) is None:
+            found = self._copies[key] = _Version(buffer)
+        return found
+
+    def went_forward(self, changed: Iterable[_Place]) -> None:
+        """Remembers which large buffers a forward changed in place, for this call and the next."""
+        self.first = False
+        self._changed.update(changed)
+        self.expected |= self._changed
+        self.changes.changing = self._changed
 
     def swaps(self, where: object, moment: object) -> list[Swap]:
         """What to put back for a recomputation of ``where``, nearly always nothing.
@@ -237,13 +253,38 @@ def _other_modules(then: list[nn.Module], now: list[nn.Module], where: object) -
     )
 
 
-def _copy(buffer: Tensor | None, made: dict[int, Tensor]) -> Tensor | None:
+def _copy(buffer: Tensor, made: dict[int, Tensor]) -> Tensor:
     """A copy of a buffer; one that two modules share stays one."""
-    if buffer is None:
-        return None
     if id(buffer) not in made:
-        made[id(buffer)] = (buffer.detach() if buffer.requires_grad else buffer).clone()
+        made[id(buffer)] = buffer.detach().clone()
     return made[id(buffer)]
+
+
+def _read(buffer: Tensor) -> Tensor | None:
+    """What tells whether the memory of a buffer changed; None where there is none to read."""
+    if type(buffer) is not Tensor or not torch._C._has_storage(buffer) or buffer.is_meta:
+        return None
+    memory = torch.empty(0, dtype=torch.uint8, device=buffer.device)
+    memory.set_(buffer.untyped_storage())
+    end = len(memory) // 488 * 488
+    return torch.cat([memory[:end].view(torch.int64).view(-1, 61).sum(0), memory[end:].long()])
+
+
+class _Version:
+    """A large buffer, and a copy of it in one version; alive as long as cells need it."""
+
+    def __init__(self, buffer: Tensor) -> None:
+        self.buffer, self.copy = buffer, buffer.detach().clone()
+
+
+class _Noted(NamedTuple):
+    """What was in a place before a forward. Without a ``copy`` it is there as it was, or lost."""
+
+    place: _Place
+    buffer: Tensor | None
+    version: int
+    copy: _Version | None
+    sums: Tensor | None
 
 
 class Recomputation:
@@ -255,27 +296,43 @@ class Recomputation:
     cell: Callable[[Any], Any]  #: computes the cell again from a tree of inputs
     mutates_inputs = False  #: whether it writes into these
     stored: Counter[Any] | None = None  #: which tensors the forward stored; None: who cares
+    keeps_graph = False  #: whether it changed what cannot be put back, so that its graph is needed
 
-    def __init__(self, modules: ModuleState, where: object) -> None:
+    def __init__(self, modules: ModuleState, where: object, *, may_keep: bool = False) -> None:
         self.modules = self._first = modules  # to be replaced if it is lazy
-        self._where = where
-        self._noted: list[tuple[nn.Module, list[_Noted]]] = []
-        self._copies: dict[_Place, Tensor | None] = {}
+        self._where, self._may_keep = where, may_keep
+        self._noted: list[_Noted] = []
+        self._copies: dict[_Place, Tensor] = {}
+        self._changed: set[_Place] = set()  #: of those that are noted
         self._lazy: list[_Place] = []
         self.inputs: Any = None
         made: dict[int, Tensor] = {}
-        changing = modules.changes.changing
-        for module in modules.changes.owners:
-            noted: list[_Noted] = []
+        changes = modules.changes
+        for module in changes.owners:
             for name, buffer in module._buffers.items():
-                if buffer is not None and is_lazy(buffer):
-                    self._lazy.append((module, name))
-                elif (module, name) in changing:
-                    self._copies[module, name] = _copy(buffer, made)
+                place = module, name
+                if buffer is None:
+                    self._noted.append(_Noted(place, None, 0, None, None))
+                elif id(buffer) in modules.others:
+                    continue
+                elif is_lazy(buffer):
+                    self._lazy.append(place)
+                elif not buffer.requires_grad and (
+                    buffer.numel() * buffer.itemsize <= SMALL
+                    or place in changes.copied
+                    or is_part(buffer)
+                ):
+                    self._copies[place] = _copy(buffer, made)
                 else:
-                    noted.append((name, buffer, version_of(buffer)))
-                    modules.original(buffer, version_of(buffer))
-            self._noted.append((module, noted))
+                    self._note(place, buffer, may_keep)
+
+    def _note(self, place: _Place, buffer: Tensor, may_keep: bool) -> None:
+        modules, version, copy = self.modules, version_of(buffer), None
+        known = may_keep or place in modules.changes.steady
+        if not buffer.requires_grad and (place in modules.expected or not known):
+            copy = modules.version(buffer, version)
+        sums = _read(buffer) if modules.first else None
+        self._noted.append(_Noted(place, buffer, version, copy, sums))
 
     def forward(
         self, run: Callable[[Any], Any], inputs: Any, shapes: bool | None, *, guard: bool = False
@@ -297,32 +354,30 @@ class Recomputation:
         if shapes is not None:
             self.stored = _stored_by(outputs, begins, shapes=shapes)
         made: dict[int, Tensor] = {}
-        changes = self.modules.changes
-        for module, noted in self._noted:
-            # What was not so before may have changed without a trace in its version.
-            new = not _same_tensors(noted, changes.constant.get(module))
-            for each in list(noted):
-                name, buffer, version = each
-                now, before = module._buffers.get(name), self._first.original(buffer, version)
-                if (
-                    now is not buffer
-                    or version_of(now) != version
-                    or (new and now is not None and not torch.equal(now, before))  # type: ignore[arg-type]
-                ):
-                    changes.changing.add((module, name))
-                    self._copies[module, name] = _copy(before, made)  # others may want it
-                    noted.remove(each)
-            changes.constant[module] = noted
+        self._look()
         for module, name in self._lazy:  # it has its first value now, which is as good
-            self._copies[module, name] = _copy(module._buffers[name], made)
+            if (buffer := module._buffers[name]) is not None:
+                self._copies[module, name] = _copy(buffer, made)
         return outputs
 
-    def note_all(self) -> None:
-        """Takes every buffer for one that changes: the cell runs again before it is through."""
-        made: dict[int, Tensor] = {}
-        for module, noted in self._noted:
-            for name, buffer, version in noted:
-                self._copies[module, name] = _copy(self._first.original(buffer, version), made)
+    def _look(self) -> None:
+        """Sees which large buffers a forward changed in place."""
+        changes, untraced = self._first.changes, set[_Place]()
+        for place, buffer, version, copy, sums in self._noted:
+            if version_of(buffer) != version:
+                self._changed.add(place)
+            elif buffer is None or sums is None or torch.equal(sums, cast("Tensor", _read(buffer))):
+                changes.steady.add(place)
+                continue
+            else:
+                changes.copied.add(place)
+                untraced.add(place)
+            if copy is None:
+                if not self._may_keep:
+                    raise self._lost(place, buffer)
+                self.keeps_graph = True
+        self._first.went_forward(self._changed)
+        self._changed |= untraced
 
     def keep(self, cell: Callable[[Any], Any], inputs: Any) -> None:
         """Keeps the detached inputs until they are given to the cell again."""
@@ -362,19 +417,30 @@ class Recomputation:
         kind = "a parameter" if isinstance(tensor, nn.Parameter) else "an input"
         return _modified(f"{kind} ({described(tensor)})", self._where, then, tensor._version)
 
+    def _lost(self, place: _Place, buffer: Any) -> RuntimeError:
+        self.modules.changes.copied.add(place)
+        return RuntimeError(
+            f"the buffer {place[1]!r} ({described(buffer)}) of {self._where} was modified in "
+            "place, so that the cell cannot be recomputed. If a layer did this in its forward, it "
+            "is known from the next call on: call again. If your own code did it between forward "
+            "and backward, let it do so after backward; or use checkpoint='never'"
+        )
+
     def _swaps(self, moment: object, keep: bool) -> list[Swap]:
         """What makes the stage what it was before the forward."""
         made: dict[int, Tensor] = {}
         changes = self.modules.changes
         swaps = list(self.modules.swaps(self._where, moment))
         changes.any |= bool(swaps)
-        for module, noted in self._noted:
-            for name, buffer, version in noted:
-                if version_of(buffer) != version:
-                    kept = _copy(self._first.original(buffer, version), made)
-                    swaps.append((module._buffers, name, kept))
-                elif module._buffers.get(name, buffer) is not buffer:
-                    swaps.append((module._buffers, name, buffer))
+        for (module, name), buffer, version, copy, _ in self._noted:
+            changed = (module, name) in self._changed
+            if copy is not None and (changed or version_of(buffer) != version):
+                kept = _copy(copy.copy, made) if changed else copy.copy
+                swaps.append((module._buffers, name, kept))
+            elif version_of(buffer) != version:
+                raise self._lost((module, name), buffer)
+            elif module._buffers.get(name, buffer) is not buffer:
+                swaps.append((module._buffers, name, buffer))
         for (module, name), kept in self._copies.items():
             if name in module._buffers:
                 swaps.append((module._buffers, name, _copy(kept, made) if keep else kept))
@@ -394,14 +460,6 @@ class Recomputation:
             "ran in a context that backward does not (sdpa_kernel, parametrize.cached), call "
             "backward in it, too; or use checkpoint='never'."
         )
-
-
-def _same_tensors(now: list[_Noted], then: list[_Noted] | None) -> bool:
-    return (
-        then is not None
-        and len(now) == len(then)
-        and all(a[1] is b[1] and a[2] == b[2] for a, b in zip(now, then, strict=True))
-    )
 
 
 def _stored_by(outputs: Any, begins: list[Any], *, shapes: bool) -> Counter[Any]:

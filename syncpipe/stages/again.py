@@ -48,11 +48,14 @@ class Again:
     def forward(
         self, i: int, inputs: Any, detached: Any, marks: Sequence[int], target: Any = None,
         begun: Callable[[Recomputation], None] | None = None,
-    ) -> tuple[Any, Recomputation]:  # fmt: skip
-        """As that of a ``StageRun``, but the graph is dropped; with what computes it again."""
+    ) -> tuple[Any, Recomputation | None]:  # fmt: skip
+        """As that of a ``StageRun``, but the graph is dropped; with what computes it again.
+
+        That is None where the graph has to be kept: the layers changed what cannot be put back.
+        """
         if self.modules is None:
-            self.modules = ModuleState(self.stage.partition, self.stage.changes)
-        result: tuple[Any, Recomputation] = self.run.locked(
+            self.modules = self._module_state()
+        result: tuple[Any, Recomputation | None] = self.run.locked(
             self._without_storing, self.modules, i, inputs, detached, marks, target, begun
         )
         return result
@@ -60,9 +63,10 @@ class Again:
     def _without_storing(
         self, modules: ModuleState, i: int, inputs: Any, detached: Any, marks: Sequence[int],
         target: Any, begun: Callable[[Recomputation], None] | None,
-    ) -> tuple[Any, Recomputation]:  # fmt: skip
+    ) -> tuple[Any, Recomputation | None]:  # fmt: skip
         run, stage, where = self.run, self.stage, f"{self.run.words} {i}"
-        cell, record = Recomputation(modules, where), Record(self.policy)
+        record, may_keep = Record(self.policy), begun is None
+        cell = Recomputation(modules, where, may_keep=may_keep)
 
         def compute(inputs: Any, again: bool = False) -> Any:
             if record.saved is None:
@@ -91,12 +95,17 @@ class Again:
             outputs = cell.forward(compute, inputs, shapes)
         if self._new or modules.lazy:  # it may have made its parameters only now
             self._new = False
-            after = ModuleState(stage.partition, stage.changes)
+            after = self._module_state()
             if modules.lazy or not after.like(modules):
                 cell.modules = self.modules = after
         run.count()
+        if cell.keeps_graph and may_keep:
+            return outputs, None
         cell.keep(partial(compute, again=True), detached)
         return outputs, cell
+
+    def _module_state(self) -> ModuleState:
+        return ModuleState(self.stage.partition, self.stage.changes, self.run.others)
 
     def _selectively(self, record: Record, again: bool, run: Callable[[], Any]) -> Any:
         assert record.saved is not None
@@ -123,10 +132,8 @@ class Again:
                 running, inputs = False, detached
                 return outputs
             recomputation, following = begun[0], iter(flags)
-            if running:  # a layer runs a backward in its forward
-                recomputation.note_all()
-                if self._new or recomputation.modules.lazy:
-                    recomputation.modules = ModuleState(self.stage.partition, self.stage.changes)
+            if running and (self._new or recomputation.modules.lazy):
+                recomputation.modules = self._module_state()  # a backward in its forward
             given = map_tensors(
                 lambda tensors: [t.detach().requires_grad_(next(following)) for t in tensors],
                 recomputation.inputs,

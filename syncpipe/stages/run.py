@@ -188,8 +188,8 @@ class StageRun:
 
     # --- for the drivers -------------------------------------------------------------------------
 
-    def forward_without_storing(self, *args: Any, **how: Any) -> tuple[Inputs, Recomputation]:
-        return self.again.forward(*args, **how)
+    def forward_without_storing(self, *args: Any) -> tuple[Inputs, Recomputation | None]:
+        return self.again.forward(*args)
 
     def checkpointed(self, i: int, inputs: Inputs, marks: Sequence[int]) -> Inputs:
         outputs: Inputs = self.again.checkpointed(i, inputs, marks)

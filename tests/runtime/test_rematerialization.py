@@ -8,6 +8,7 @@ from __future__ import annotations
 import copy
 import gc
 import weakref
+from itertools import accumulate
 
 import pytest
 import torch
@@ -15,7 +16,7 @@ from torch import nn
 from torch.nn.utils import spectral_norm as old_spectral_norm
 from torch.nn.utils.parametrizations import spectral_norm
 
-from syncpipe import Pipe, is_recomputing
+from syncpipe import Pipe, Selective, is_recomputing
 from tests.support.models import in_turn
 from tests.support.running import MODES, Do, assert_same, pipe_of, trained, weigh
 from tests.support.watched import Memory, Watched, alive, gone
@@ -310,3 +311,80 @@ def test_an_input_that_is_given_twice_is_one_tensor(chunks, mode):
     pipe = pipe_of(nn.Sequential(add, nn.Linear(6, 6)), chunks=chunks, checkpoint=mode)
     x = X.clone()
     assert torch.equal(pipe((x, x)), pipe[1](X.relu() * 2))
+
+
+# Buffers: what they cost, and what is done to them without a trace
+
+SIZE = 1 << 20
+
+
+class Table(nn.Module):
+    """Reads a large buffer, and does something to it in forwards of samples that are negative."""
+
+    def __init__(self, act, size=SIZE):
+        super().__init__()
+        self.linear, self.act = nn.Linear(4, 4), act
+        self.register_buffer("table", torch.ones(size // 4))
+
+    def forward(self, x):
+        if x[0, 0] < 0:
+            with torch.no_grad():
+                ACTS[self.act](self)
+        return self.linear(x) * self.table[:4].clone()
+
+
+ACTS = {
+    "replaces": lambda m: setattr(m, "table", m.table * 1.25),
+    "in place": lambda m: m.table.mul_(1.25),
+    "untraced": lambda m: m.table.data.mul_(1.25),
+}
+
+
+def most_bytes(pipe, x):
+    """How many bytes more than before a call has at most."""
+    with torch.profiler.profile(profile_memory=True) as profiler:
+        pipe.train_batch(x, loss_fn=lambda y: y.mean(), schedule="gpipe")
+    events = profiler.profiler.kineto_results.events()
+    memory = sorted((e for e in events if e.name() == "[memory]"), key=lambda e: e.start_ns())
+    return max(accumulate((e.nbytes() for e in memory), initial=0))
+
+
+@pytest.mark.parametrize("mode", ["always", "except_last", [0], Selective([])])
+@pytest.mark.parametrize("act", ["replaces", "in place"])
+def test_recomputation_takes_no_memory_for_buffers_that_stay_as_they_are(act, mode):
+    x, counts = torch.ones(16, 4), []
+    for checkpoint in ("never", mode):
+        fresh, pipe = (
+            Pipe(nn.Sequential(Table(act)), [1], chunks=8, checkpoint=checkpoint) for _ in range(2)
+        )
+        pipe.train_batch(-x, loss_fn=torch.mean)  # all change it
+        counts.append([most_bytes(each, x) for each in (fresh, fresh, pipe, pipe)])
+    more = [round((b - a) / SIZE) for a, b in zip(*counts, strict=True)]
+    # All that is new to a layer is copied once; what the last call changed, once for each version.
+    assert more == [mode == [0], 0, act == "in place", 0]
+
+
+@pytest.mark.parametrize("mode", ["always", "except_last", [0], Selective([])])
+@pytest.mark.parametrize("acts", [[0, 1, 2, 3], [0], [1], [3], [0, 2], [7], [8, 13], [0, 9, 13]])
+@pytest.mark.parametrize("act", ACTS)
+@pytest.mark.parametrize("size", [32, SIZE])
+def test_buffers_that_some_forwards_change_are_right_or_refused(size, act, acts, mode):
+    if act == "untraced" and size == SIZE and acts[0] % 4:
+        pytest.skip("not noticed: see docs/limits.md")
+    layers = nn.Sequential(Table(act, size), nn.Linear(4, 4))
+    plain, refused = copy.deepcopy(layers), 0
+    pipe = Pipe(layers, [1, 1], devices=["cpu:0", "cpu:1"], chunks=4, checkpoint=mode)
+    for step in range(6):
+        x = torch.rand(8, 4)
+        for i in acts:
+            if i // 4 in (step, step - 2):
+                x[2 * (i % 4)] *= -1
+        before = copy.deepcopy(layers.state_dict())
+        try:
+            ours = trained(pipe, pipe, x)
+        except RuntimeError as error:
+            refused += "the buffer 'table'" in str(error)
+            layers.load_state_dict(before)
+            ours = trained(pipe, pipe, x)
+        assert_same(trained(in_turn(plain, 4), plain, x), ours)
+    assert refused <= (size == SIZE and act != "replaces" and (mode == [0] or acts[0] % 4 > 0))
