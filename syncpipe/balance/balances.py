@@ -15,6 +15,7 @@ import math
 import re
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from fractions import Fraction
 from itertools import accumulate, pairwise
 from numbers import Real
@@ -25,6 +26,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from syncpipe.balance.measure import profile, samples_in
+from syncpipe.balance.stored import Live
 from syncpipe.layers.listing import Layers, as_sequential, on_meta, type_name
 from syncpipe.options import checked_chunks, counted
 
@@ -114,7 +116,7 @@ def balance_by_size(
             :func:`param_scale_of`; or both ``param_scale`` and ``optimizer`` are given.
     """
     module, chunks = _checked(partitions, module), checked_chunks(chunks)
-    scale = scale_of(param_scale, optimizer, _GRADIENT_AND_ITSELF)
+    scale, _ = scales_of(param_scale, optimizer, _GRADIENT_AND_ITSELF)
     size = -(-samples_in(input) // chunks)
     found = profile(module, input, sizes=[size], device=device, time=False, progress=progress)
     # What the layers before one keep already takes no memory again.
@@ -122,9 +124,11 @@ def balance_by_size(
     return balance_cost(cost, partitions)
 
 
-def scale_of(param_scale: float | None, optimizer: MakeOptimizer | None, usual: float) -> float:
+def scales_of(
+    param_scale: float | None, optimizer: MakeOptimizer | None, usual: float
+) -> tuple[float, float | None]:
     """Bytes for each byte of a parameter that is trained: as it is given, or of an optimizer, or as
-    usual.
+    usual; and how many more its step takes, None if unknown.
     """
     if optimizer is not None:
         if param_scale is not None:
@@ -132,14 +136,14 @@ def scale_of(param_scale: float | None, optimizer: MakeOptimizer | None, usual: 
                 f"param_scale={param_scale} and optimizer are both given, and both say what a "
                 "parameter takes: leave one of them out"
             )
-        return param_scale_of(optimizer)
+        return _measured_scales(optimizer)
     scale = usual if param_scale is None else param_scale
     if isinstance(scale, bool) or not (isinstance(scale, Real) and 1 <= scale < math.inf):
         raise ValueError(
             f"param_scale={scale!r}: must be a number, at least 1, for a parameter takes its own "
             "bytes; 2 with its gradient, 4 with Adam"
         )
-    return float(scale)
+    return float(scale), None
 
 
 def param_scale_of(optimizer: MakeOptimizer) -> float:
@@ -150,6 +154,13 @@ def param_scale_of(optimizer: MakeOptimizer) -> float:
 
     Raises:
         TypeError: it does not make an optimizer, or one that cannot take a step by itself.
+    """
+    return _measured_scales(optimizer)[0]
+
+
+def _measured_scales(optimizer: MakeOptimizer) -> tuple[float, float]:
+    """The same, and the bytes that a step takes besides, by the kernels for lists of tensors that
+    PyTorch uses on accelerators.
     """
     parameter = nn.Parameter(torch.zeros(256, 256, dtype=torch.float32, device="cpu"))
     parameter.grad = torch.ones_like(parameter)
@@ -164,7 +175,13 @@ def param_scale_of(optimizer: MakeOptimizer) -> float:
             ", or give param_scale as a number instead"
         ) from error
     kept = {id(t): t for t in tree_leaves(state) if isinstance(t, Tensor)}
-    return 2.0 + sum(t.nbytes for t in kept.values() if t.numel() > 1) / parameter.nbytes
+    held = sum(t.nbytes for t in kept.values() if t.numel() > 1) / parameter.nbytes
+    lists, live = [group for group in made.param_groups if group.get("foreach", 0) is None], Live()
+    for group in lists:
+        group["foreach"] = not group.get("fused")
+    with suppress(Exception), live:
+        made.step()
+    return 2.0 + held, live.most / parameter.nbytes * bool(lists)
 
 
 def _checked(partitions: int, layers: Layers) -> nn.Sequential:

@@ -36,7 +36,7 @@ from torch.overrides import TorchFunctionMode, _push_mode
 from syncpipe.balance.copies import compiled, copy_of_tensor, described_layer, layer_to_run
 from syncpipe.balance.estimate import DEVICES, AsOnGPU, DeviceSpec, Roofline
 from syncpipe.balance.profile import LayerProfile, Profile, SkipProfile
-from syncpipe.balance.stored import Live, Stored, saving, size_of
+from syncpipe.balance.stored import Live, Stored, saving, size_of, watch_halves
 from syncpipe.data import (
     NoChunk,
     clones,
@@ -327,6 +327,11 @@ class _Visit:
     _marks: list[Any] = field(default_factory=list)
     _graph: tuple[list[Tensor], list[Tensor]] = ([], [])
 
+    @property
+    def roots(self) -> list[Tensor]:
+        """What it goes back from."""
+        return self._graph[0]
+
     def fresh(self) -> tuple[Any, list[Tensor]]:
         """Copies of the inputs, which may be written into; and where backward ends.
 
@@ -497,7 +502,8 @@ class _Profiler:
         self._skips: dict[int, dict[SkipKey, Any]] = {size: {} for size in self._sizes}
         self._memory = {size: Stored() for size in self._sizes}
         self._found_skips: list[SkipProfile] = []
-        self._counted: set[int] = set()  # parameters and buffers
+        #: Of parameters and buffers: first layer, bytes, whether they are trained, other layers.
+        self._homes: dict[int, tuple[int, int, bool, list[int]]] = {}
         #: Of all layers at the largest size: seconds that are plausible, of these the likely ones,
         #: and the median of the rounds.
         self._rounds: list[tuple[float, float, float]] = []
@@ -517,6 +523,9 @@ class _Profiler:
             f"{x} ({torch.cuda.get_device_name(x)})" if x.type == "cuda" else str(x)
             for x in self._used
         ]
+        for kind in {x.type for x in self._used} - {"meta"}:
+            if torch.is_autocast_enabled(kind):
+                names.append(f"in autocast to {torch.get_autocast_dtype(kind)}")
         return replace(found, device=", ".join(names) or "cpu")
 
     def _run(self, bar: Any) -> Profile:
@@ -545,7 +554,12 @@ class _Profiler:
                 numbers.setdefault("stored_bytes", {})[size] = stored
                 numbers.setdefault("shared_bytes", {})[size] = shared
         layers = tuple(LayerProfile(**numbers) for numbers in found)
-        made = Profile(layers, tuple(self._found_skips), given, source="sizes")
+        ties = (
+            (home, tuple(dict.fromkeys(others)), size, size * trained)
+            for home, size, trained, others in self._homes.values()
+            if others
+        )
+        made = Profile(layers, tuple(self._found_skips), given, source="sizes", ties=tuple(ties))
         if not self._timed:
             return made
         most = FAR * _middle(self._rates)
@@ -561,7 +575,7 @@ class _Profiler:
         made = layer_to_run(name, self._given[index], self._device, self._home)
         own = next((t.device for t in chain(made.parameters(), made.buffers())), None)
         few = f"; sizes={self._sizes} were to be measured" if len(self._sizes) > 1 else ""
-        visits, peaks = [], {}
+        visits, peaks, halves = [], {}, {}
         for size, value in self._values.items():
             inputs = (value, [self._skips[size].pop(key, None) for key in popped])
             given = [tensor.device for tensor in tensors_in(inputs)]
@@ -570,20 +584,24 @@ class _Profiler:
             words = described_layer(name, layer), f"a micro-batch of {size} samples{few}"
             watch = self._roofline.watch if self._roofline else stopwatch(device)
             visits.append(_Visit(*words, made, inputs, [*popped], device, self._unpack, watch))
-            peaks[size] = self._observe(size, visits[-1], stashed)
+            peaks[size], halves[size] = self._observe(size, visits[-1], stashed)
         for k, (key, stash) in enumerate(popped.items()):
             bytes = [size_of(visit.inputs[1][k]) for visit in visits]
             of = dict(zip(self._sizes, bytes, strict=True))
             self._found_skips.append(SkipProfile(key[1], stash, index, of))
-        numbers: dict[str, Any] = {"name": name, **self._own_bytes(layer, made)}
+        numbers: dict[str, Any] = {"name": name, **self._own_bytes(index, layer, made)}
         numbers["output_bytes"] = {size: size_of(value) for size, value in self._values.items()}
         numbers["peak_bytes"] = {} if None in peaks.values() else peaks
+        numbers["halves_bytes"] = halves
         return numbers, visits
 
-    def _observe(self, size: int, visit: _Visit, stashed: Iterable[SkipKey]) -> int | None:
+    def _observe(
+        self, size: int, visit: _Visit, stashed: Iterable[SkipKey]
+    ) -> tuple[int | None, int]:
         """Runs a layer for the first time, and hands its outputs on.
 
-        Returns the most bytes that were alive at once, or None where torch.compile hides them.
+        Returns the most bytes that were alive at once, or None where torch.compile hides them; and
+        those that the weight half of its backward needs.
         """
         layer = visit.layer
         live: Live | None = None
@@ -615,25 +633,29 @@ class _Profiler:
             live.leave_aside(p.grad for p in own if p.grad is not None)
             live.only(saved())
         del output, store, going_on
+        halves = watch_halves(visit.roots)
         # Where nothing is timed, it need not be able to go back.
         unsure = nullcontext() if self._timed else suppress(Exception)
         with unsure, live or nullcontext(), likely or nullcontext():
             visit.back()
         visit.likely = max(likely.seconds, GPU.launch) if likely else 0.0
-        return None if live is None else max(peak, live.most)
+        return None if live is None else max(peak, live.most), halves()
 
-    def _own_bytes(self, layer: nn.Module, made: nn.Module) -> dict[str, int]:
+    def _own_bytes(self, index: int, layer: nn.Module, made: nn.Module) -> dict[str, int]:
         """Bytes of parameters and buffers; what an earlier layer shares is counted there."""
         bytes = {"parameter_bytes": 0, "frozen_bytes": 0, "buffer_bytes": 0}
         originals = dict(chain(layer.named_parameters(), layer.named_buffers()))
         parameters = dict(made.named_parameters())
         for name, tensor in chain(parameters.items(), made.named_buffers()):
             original = id(originals.get(name, tensor))
-            if original in self._counted or is_lazy(tensor):
+            if is_lazy(tensor):
                 continue
-            if name in originals:
-                self._counted.add(original)
             size = tensor.numel() * tensor.element_size()
+            if name in originals:
+                known = self._homes.setdefault(original, (index, size, tensor.requires_grad, []))
+                if known[0] != index:
+                    known[-1].append(index)
+                    continue
             bytes["parameter_bytes" if name in parameters else "buffer_bytes"] += size
             if name in parameters and not tensor.requires_grad:
                 bytes["frozen_bytes"] += size

@@ -55,6 +55,8 @@ class LayerProfile:
             size; 0 where unknown.
         weight_share: the part of its backward, from 0 to 1, that the gradients of its parameters
             take; None where unknown.
+        halves_bytes: what the weight half of its backward needs from the input half: inputs of its
+            products with weights, and gradients of their outputs. Empty where unknown.
     """
 
     name: str
@@ -69,6 +71,7 @@ class LayerProfile:
     interpreter: float = 0.0
     peak_bytes: BySize = field(default_factory=dict)
     weight_share: float | None = None
+    halves_bytes: BySize = field(default_factory=dict)
 
     def memory(self, param_scale: float) -> float:
         """Return the bytes that stay on its device however many micro-batches there are.
@@ -97,6 +100,8 @@ class Profile:
     Attributes:
         layers: one for each layer of the ``nn.Sequential``.
         skips: what goes from layer to layer beside the chain.
+        ties: parameters that several layers have: the index of the first layer, which counts them,
+            those of the others, their bytes, and the part of these that is trained.
         input_bytes: what the first layer is given, by samples.
         device: where it was measured, or for what it was estimated, in words; empty if unknown.
         whole: how many samples were measured is unknown: all numbers are for 1, a mini-batch.
@@ -114,10 +119,13 @@ class Profile:
     source: str = ""
     spread: float = 0.0
     load_average: float = 0.0
+    ties: tuple[tuple[int, tuple[int, ...], float, float], ...] = ()
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "layers", tuple(self.layers))
         object.__setattr__(self, "skips", tuple(self.skips))
+        ties = tuple([(a, tuple(others), size, part) for a, others, size, part in self.ties])
+        object.__setattr__(self, "ties", ties)
         if self.source not in _SOURCES:
             raise ValueError(f"source={self.source!r} of a profile: it is one of {_SOURCES}")
         if not self.layers:
@@ -130,6 +138,11 @@ class Profile:
                     f"parameter_bytes={layer.parameter_bytes}"
                 )
         self._check("a profile", self)
+        for home, others, *sizes in self.ties:
+            if not all(0 <= home < k < len(self.layers) for k in others):
+                raise ValueError(f"layers {home} and {others} share a parameter, but are none")
+            for size in sizes:
+                _check_number(f"what layers {home} and {others} share", size)
         for skip in self.skips:
             self._check(f"skip {skip.name!r}", skip)
             ends = isinstance(skip.stash, int) and isinstance(skip.pop, int)

@@ -30,8 +30,9 @@ from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper
 from torch.utils._pytree import tree_leaves
 
 from syncpipe.data import distinct
+from syncpipe.runtime.graph import nodes_of
 
-__all__ = ["Live", "Stored", "saving", "size_of"]
+__all__ = ["Live", "Stored", "saving", "size_of", "watch_halves"]
 
 _T = TypeVar("_T")
 
@@ -83,6 +84,34 @@ def saving(call: Callable[[], _T]) -> tuple[_T, Callable[[], list[Tensor]]]:
     finally:
         hooks._pop_saved_tensors_default_hooks()
     return result, lambda: [tensor for held in seen if (tensor := held()) is not None]
+
+
+#: Of products with a weight: the attribute of the node that has the input, and which of the node's
+#: inputs is the weight. As ``syncpipe.training.weight_gradients`` splits them.
+FACTORS = {
+    "AddmmBackward0": ("_saved_mat1", 2),
+    "MmBackward0": ("_saved_self", 1),
+    "ConvolutionBackward0": ("_saved_input", 1),
+}
+
+
+def watch_halves(roots: Iterable[Tensor]) -> Callable[[], int]:
+    """Watches a graph; says, when it has run backward, the bytes that weight halves would need."""
+    inputs: dict[int, int] = {}
+    gradients: list[int] = []
+
+    def note(_: Any, grads: Any) -> None:
+        gradients.extend(size for _, size, _ in _memory_of(g for g in grads if g is not None))
+
+    for node in nodes_of(root.grad_fn for root in roots if root.grad_fn is not None):
+        factor, weight = FACTORS.get(node.name(), ("", 0))
+        hook = getattr(getattr(node, f"_raw{factor}", None), "unpack_hook", None)
+        # A layer with hooks of its own may compute the input again.
+        own = hook is None or hook.__module__ == __name__
+        if factor and own and node.next_functions[weight][0] is not None:
+            inputs |= {key: size for key, size, _ in _memory_of([getattr(node, factor)])}
+            node.register_hook(note)
+    return lambda: sum(inputs.values()) + sum(gradients)
 
 
 class Live(TorchDispatchMode):  # type: ignore[no-untyped-call]

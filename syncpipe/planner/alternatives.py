@@ -127,7 +127,7 @@ def _copies(
     fast as its slowest link.
     """
     copies, machine = len(places[0]), terms.machine.shared(places)
-    part = Terms(terms.profile, machine, terms.batch_size // copies, terms.param_scale)
+    part = terms.on(machine, terms.batch_size // copies)
     best = next(iter(search(part, stages=len(places), improve=False)), None)
     if best is None:
         return Alternative(name, None, f"{in_bytes(max(machine.memory))} is too little", instead)

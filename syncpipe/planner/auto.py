@@ -22,13 +22,13 @@ from syncpipe.balance import param_scale_of
 from syncpipe.balance.measure import resized, samples_in
 from syncpipe.balance.profile import Profile
 from syncpipe.checkpoints import reader
-from syncpipe.data import storage_of, tensors_in
+from syncpipe.data import tensors_in
 from syncpipe.layers.conversion.sequential import sequential
 from syncpipe.layers.conversion.signature import call_input
 from syncpipe.layers.placement import check_devices, default_devices
 from syncpipe.layers.ties import move_layers
 from syncpipe.options import counted
-from syncpipe.planner.machine import RESERVE, levels, machine_of, places_of, real_devices
+from syncpipe.planner.machine import bytes_on, levels, machine_of, real_devices
 from syncpipe.planner.page import limited_by
 from syncpipe.planner.planning import NoPlan, Plan, layers_of, plan, speeds_of
 from syncpipe.state import unchanged
@@ -160,21 +160,11 @@ def _room(devices: Any, memory: Any, model: nn.Module) -> tuple[list[Any], list[
     if devices is None:
         devices = default_devices(_CPU_WORKERS)
     devices = real_devices(devices) or check_devices(devices)
-    limits = machine_of(devices, memory=memory, bandwidth=1.0, host_bandwidth=1.0).memory
-    if memory is None:  # what the model takes now will be free
-        places = places_of(devices)
-        own = {place: _bytes_on(model, place) for place in places if place.type != "cpu"}
-        more = [(1 - RESERVE) * own.get(place, 0) / places.count(place) for place in places]
-        limits = tuple(map(sum, zip(limits, more, strict=True)))
+    limits = machine_of(
+        devices, memory=memory, bandwidth=1.0, host_bandwidth=1.0, model=model
+    ).memory
     order = sorted(range(len(devices)), key=lambda d: -levels(limits)[d])
     return [devices[d] for d in order], [limits[d] for d in order]
-
-
-def _bytes_on(model: Any, place: torch.device) -> int:
-    tensors = [*model.parameters(), *model.buffers()] if isinstance(model, nn.Module) else []
-    tensors += [tensor.grad for tensor in tensors if tensor.is_leaf and tensor.grad is not None]
-    there = {storage_of(tensor): tensor for tensor in tensors if tensor.device == place}
-    return sum(tensor.untyped_storage().nbytes() for tensor in there.values())
 
 
 def _measured(
@@ -223,7 +213,7 @@ def _tried(
     for place in places:
         torch.accelerator.synchronize(place)
         torch.accelerator.reset_peak_memory_stats(place)
-        before[place] = torch.accelerator.memory_allocated(place) - _bytes_on(pipe, place)
+        before[place] = torch.accelerator.memory_allocated(place) - bytes_on(pipe, place)
     batch = resized(input, batch_size, pipe.devices[0])
     goal = None if target is None else resized(target, batch_size)
     trained = [p for p in pipe.parameters() if p.requires_grad and p.device in before]

@@ -13,8 +13,9 @@ where the peak of a layer has all that is alive for a moment: outputs, gradients
 gradient of a weight until it is added to that of the micro-batches before. Inputs that the stage
 before has sent ahead are there as well, at most two; at stage 0 the rest of the mini-batch, which
 is there from the start. Skips from stages to the left wait: these can send them as early as stage 0
-may begin. Where the peaks are unknown (:attr:`Chain.peaks` is empty) nothing transient counts, and
-nothing that arrived.
+may begin. Their gradients wait on the stage that stashed them, as do those of a weight that a later
+stage has a copy of. When all is done the optimizer takes its step. Where the peaks are unknown
+(:attr:`Chain.peaks` is empty) nothing transient counts, and nothing that arrived.
 
 A stage that offloads sends what it stores to the host and gets it back. On the device are the
 running micro-batch, the one that leaves or comes back meanwhile, and what the link has not taken
@@ -23,6 +24,7 @@ while a forward lasts (Wan et al. 2025, PipeOffload).
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -53,7 +55,10 @@ _AHEAD = 2
 class Run(NamedTuple):
     """What layers ``[i, j)`` have, each a number, or tensors for many runs at once.
 
-    ``first``: whether ``i`` is 0. ``popped``: bytes of skips from before ``i``.
+    ``first``: whether ``i`` is 0. ``first_transient``: of the first micro-batch that goes back,
+    when there are no gradients yet. ``popped``: bytes of skips from before ``i``; ``returned``: of
+    gradients that come back from after ``j``, of skips and of weights. ``update``: bytes while the
+    optimizer takes its step.
     """
 
     first: bool
@@ -63,13 +68,17 @@ class Run(NamedTuple):
     inputs: Any
     stored: Any
     transient: Any
+    first_transient: Any
     popped: Any
+    returned: Any
+    update: Any
 
 
 class Held(NamedTuple):
     """Bytes that a stage holds: all the time, ``arrived`` of them inputs that it has not begun
     with; more while one of its actions runs; for each micro-batch from its forward on; more from
-    where its backward begins; and between the halves of a backward.
+    where its backward begins; between the halves of a backward, in place of both; in all while the
+    optimizer takes its step; and more than ``transient`` while a weight half runs.
     """
 
     fixed: Any
@@ -77,11 +86,18 @@ class Held(NamedTuple):
     transient: Any
     each: Any
     once: Any
-    halves: Any = 0.0
+    halves: Any
+    update: Any
+    weight: Any = 0.0
 
     def most(self, q: Any) -> Any:
         """With so many micro-batches in flight."""
-        return self.fixed + self.transient + q * self.each + self.once
+        found = self.fixed + self.transient + q * self.each + self.once
+        return (
+            torch.maximum(found, self.update)
+            if isinstance(found, Tensor)
+            else max(found, self.update)
+        )
 
 
 @dataclass(frozen=True)
@@ -96,11 +112,16 @@ class Chain:
         shared: the part of these that the layer before it stores already.
         fixed: bytes that stay: parameters, gradients, the optimizer's state, buffers.
         skips: ``(layer that stashes, layer that pops, bytes)``.
+        ties: weights that several layers have: ``(first layer, the others, bytes, trained bytes)``.
+        trained: bytes of parameters that are trained.
+        update: bytes that the optimizer's step takes besides.
+        halves: bytes that its weight half needs.
         weight: seconds of its backward that gradients of parameters take.
         interpreter: seconds that its forward holds the interpreter's lock.
         peaks: bytes that are alive at most while it runs (``LayerProfile.peak_bytes``); empty where
             they are unknown.
         batch: bytes of the inputs of the mini-batch, which is on the first device; 0 if it is not.
+        chunks: the number of micro-batches; 0 if unknown.
     """
 
     forward: tuple[float, ...]
@@ -114,12 +135,20 @@ class Chain:
     interpreter: tuple[float, ...] = ()
     peaks: tuple[float, ...] = ()
     batch: float = 0.0
+    ties: tuple[tuple[int, tuple[int, ...], float, float], ...] = ()
+    trained: tuple[float, ...] = ()
+    update: tuple[float, ...] = ()
+    halves: tuple[float, ...] = ()
+    chunks: int = 0
 
     @classmethod
-    def of(cls, profile: Profile, samples: float, param_scale: float, batch_size: int = 0) -> Chain:
+    def of(
+        cls, profile: Profile, samples: float, param_scale: float, batch_size: int = 0,
+        update: float = 0.0,
+    ) -> Chain:  # fmt: skip
         """The layers of a profile (:meth:`Profile.of`) for a micro-batch of so many samples, with
-        so many bytes for each byte of a parameter that is trained; and the size of the mini-batch,
-        if that is on the first device.
+        so many bytes for each byte of a parameter that is trained, and for a moment more while it
+        is updated; and the size of the mini-batch, if that is on the first device.
         """
         layers = profile.layers
 
@@ -129,18 +158,31 @@ class Chain:
 
         given, backward = profile.input_bytes, numbers("backward")
         shares = [_HALF if x.weight_share is None else x.weight_share for x in layers]
-        trained = [x.parameter_bytes > x.frozen_bytes for x in layers]
+        trained = tuple([float(x.parameter_bytes - x.frozen_bytes) for x in layers])
+        stored, outputs, halves = (
+            numbers(f"{what}_bytes") for what in ("stored", "output", "halves")
+        )
+        if not any(layer.halves_bytes for layer in layers):  # unknown: all that could be
+            halves = tuple(s + out for s, out in zip(stored, outputs, strict=True))
+        tied = {k for home, others, *_ in profile.ties for k in (home, *others)}  # in no halves
         return cls(
             forward=numbers("forward"),
             backward=backward,
-            inputs=(interpolate(given, samples) if given else 0.0, *numbers("output_bytes")),
-            stored=numbers("stored_bytes"),
+            inputs=(interpolate(given, samples) if given else 0.0, *outputs),
+            stored=stored,
             shared=numbers("shared_bytes"),
             fixed=tuple(layer.memory(param_scale) for layer in layers),
-            weight=tuple(b * x * y for b, x, y in zip(backward, shares, trained, strict=True)),
+            weight=tuple(
+                b * x * (y > 0) for b, x, y in zip(backward, shares, trained, strict=True)
+            ),
             interpreter=tuple(layer.interpreter for layer in layers),
             peaks=numbers("peak_bytes") if all(layer.peak_bytes for layer in layers) else (),
             batch=interpolate(given, batch_size) if given else 0.0,
+            ties=profile.ties,
+            trained=trained,
+            update=tuple([update * size for size in trained]),
+            halves=tuple(size * (k not in tied) for k, size in enumerate(halves)),
+            chunks=math.ceil(batch_size / samples),
             skips=tuple(
                 (skip.stash, skip.pop, interpolate(skip.bytes, samples)) for skip in profile.skips
             ),
@@ -159,8 +201,10 @@ class Chain:
             "backward": self.backward,
             "fixed": self.fixed,
             "stored": [a - b for a, b in zip(self.stored, self.shared, strict=True)],
-            "weight": self.weight or (0.0,) * len(self),
-            "interpreter": self.interpreter or (0.0,) * len(self),
+            **{
+                what: getattr(self, what) or (0.0,) * len(self)
+                for what in ("weight", "interpreter", "trained", "update", "halves")
+            },
         }
         found = {what: tuple(accumulate(each, initial=0.0)) for what, each in columns.items()}
         both = zip(found["forward"], found["backward"], strict=True)
@@ -171,53 +215,86 @@ class Chain:
     def _tensors(self) -> dict[str, Tensor]:
         return {what: doubles(each) for what, each in self.sums.items()}
 
-    @cached_property
-    def _transient(self) -> Tensor:
-        """For all ``i`` and ``j``, ``[L, L + 1]``."""
-        count = len(self)
-        to, shared, peaks = map(doubles, (self.sums["stored"], self.shared, self.peaks))
-        later = torch.ones(count, count).triu(1).bool()
-        full = to[:-1] - to[:-1, None] + peaks + (shared[:, None] - shared) * later
-        most = full.masked_fill(torch.ones(count, count).tril(-1).bool(), -torch.inf).cummax(1)[0]
-        stored = to[1:] - to[:-1, None] + shared[:, None]
-        return torch.nn.functional.pad((most - stored).clamp(min=0), (1, 0))
+    def _transient(
+        self,
+        begins: Sequence[int],
+        ends: Sequence[int],
+        *,
+        first: bool = False,
+        split: bool = False,
+    ) -> Any:
+        """For stages from each of these layers to each of these ends; if they are the ``first``
+        that go back, or in halves.
+        """
+        if not self.peaks:
+            return 0.0
+        x, begin, at = self._tensors, torch.tensor(begins)[:, None], torch.tensor(ends)
+        low = begins[0]
+        layer = torch.arange(low, ends[-1])
+        to, shared, trained = x["stored"], x["shared"], x["trained"]
+        peaks = doubles(self.peaks[low : ends[-1]])
+        if split:  # no gradients of weights
+            bare = x["inputs"][layer] + x["inputs"][layer + 1] + doubles(self.stored)[layer]
+            peaks = torch.maximum(peaks - trained[layer + 1] + trained[layer], bare.minimum(peaks))
+        full = peaks + to[layer] - to[begin]
+        full += (shared[begin] - shared[layer]) * (layer > begin)
+        if first:
+            full -= trained[layer + 1] - trained[begin]
+        most = full.masked_fill(layer < begin, -torch.inf).cummax(1)[0]
+        stored = to[at] - to[begin] + shared[begin]
+        least = -stored if first else torch.zeros_like(stored)
+        return torch.maximum(most[:, (at - 1 - low).clamp(min=0)] - stored, least)
 
-    @cached_property
-    def _popped(self) -> Tensor:
-        """The same of skips; those that come from inside do not count."""
-        found = torch.zeros(len(self), len(self) + 1, dtype=torch.float64)
-        for stash, pop, size in self.skips:
-            found[stash + 1 : pop + 1, pop + 1 :] += size
-        return found
-
-    def _run(self, x: Mapping[str, Any], i: Any, j: Any, first: bool) -> Run:
-        f, b, fixed, stored = (
-            x[what][j] - x[what][i] for what in ("forward", "backward", "fixed", "stored")
+    def _run(self, x: Mapping[str, Any], i: Any, j: Any, first: bool, transient: Any) -> Run:
+        f, b, fixed, stored, update = (
+            x[what][j] - x[what][i] for what in ("forward", "backward", "fixed", "stored", "update")
         )
-        transient = self._transient[i, j] if self.peaks else 0.0
-        popped = self._popped[i, j] if self.skips else 0.0
-        return Run(first, f, b, fixed, x["inputs"][i], stored + x["shared"][i], transient, popped)
+        skips, popped, returned = self.skips, 0.0, 0.0
+        for stash, pop, size in skips:
+            popped = popped + size * ((stash < i) & (i <= pop) & (pop < j))
+            returned = returned + size * ((i <= stash) & (stash < j) & (j <= pop))
+        update = update + fixed + self.batch * first
+        for owner, others, size, trained in self.ties:
+            inside = [(i <= k) & (k < j) for k in others]
+            copied = (owner < i) & (sum(inside) > 0)
+            returned = returned + trained * ((i <= owner) & (owner < j)) * (
+                len(others) - sum(inside)
+            )
+            fixed = fixed + (size + 2 * trained) * copied  # one gradient is on its way
+        stored = stored + x["shared"][i]
+        alone, inputs = transient[1], x["inputs"][i]
+        return Run(
+            first, f, b, fixed, inputs, stored, transient[0], alone, popped, returned, update
+        )
 
     def runs(self, at: Sequence[int], first: bool) -> Run:
         """What the layers between each of these boundaries and each other one have, as tensors."""
-        return self._run(self._tensors, torch.tensor(at[:-1])[:, None], torch.tensor(at), first)
+        transient = [self._transient(at[:-1], at, first=which) for which in (False, True)]
+        i, j = torch.tensor(at[:-1])[:, None], torch.tensor(at)
+        return self._run(self._tensors, i, j, first, transient)
 
     @cached_property
     def _runs(self) -> dict[tuple[int, int], Run]:
         return {}
 
+    def split_transient(self, i: int, j: int) -> float:
+        """What is transient on ``[i, j)`` where backward comes in halves."""
+        return float(self._transient([i], [j], split=True))
+
     def run(self, i: int, j: int) -> Run:
         """What the layers ``[i, j)`` have, as numbers."""
         if (i, j) not in self._runs:
-            found = self._run(self.sums, i, j, i == 0)
-            transient, popped = float(found.transient), float(found.popped)
-            self._runs[i, j] = found._replace(transient=transient, popped=popped)
+            transient = [float(self._transient([i], [j], first=which)) for which in (False, True)]
+            self._runs[i, j] = self._run(self.sums, i, j, i == 0, transient)
         return self._runs[i, j]
 
-    def held(self, run: Run, q: Any, q0: Any, mode: Mode, taken: Any = 0.0) -> Held:
+    def held(
+        self, run: Run, q: Any, q0: Any, mode: Mode, taken: Any = 0.0, returned: Any = None
+    ) -> Held:
         """What a stage of these layers takes at most, or many of them, with ``q`` micro-batches in
         flight on it and ``q0`` on stage 0. ``taken``: bytes that the link to the host takes while
-        one of its forwards lasts.
+        one of its forwards lasts. ``returned``: bytes of gradients that wait; by default as if
+        they came from the last stage, which has one in flight.
         """
         stored, inputs, known = run.stored, run.inputs, bool(self.peaks)
         # Skips of those that the stage has not begun with; where it recomputes, of the others, too.
@@ -227,13 +304,18 @@ class Chain:
         if mode == "offload":
             more = _over(q - 2)
             once = once + (q - 1 - more) * stored + more * _over(stored - taken)
+        transient, first = run.transient, run.first_transient - run.transient
+        if known and self.chunks:  # all begun before the first goes back, there are no gradients
+            fewer = first if self.chunks == 1 else _over(each + first) - each
+            transient = transient + fewer * (q >= self.chunks)
         arrived = 0.0
         if known and run.first:
             arrived = _over(self.batch - q * inputs)
         elif known:
             arrived = (_over(q0 - q) - _over(q0 - q - _AHEAD)) * inputs
-        fixed = run.fixed + arrived + waiting * run.popped
-        return Held(fixed, arrived, run.transient, each, once)
+        returned = q // 2 * run.returned if returned is None else returned
+        fixed = run.fixed + arrived + waiting * run.popped + returned
+        return Held(fixed, arrived, transient, each, once, stored, run.update)
 
     def memory(self, i: int, j: int, q: int, q0: int, mode: Mode, taken: float = 0.0) -> float:
         """Bytes that the stage ``[i, j)`` takes at most."""

@@ -5,10 +5,8 @@ several stages holds is their sum at its fullest moment:
 
     cell, whole backward        F|===== held =====|B--|
     recomputed                  F|- its inputs ---|=R=B--|          R: recomputation
-    backward in halves          F|===== held =====|I+++++++++|W|    +: and gradients of outputs
-
-Between its halves a cell keeps what the weight half needs, inputs of layers and gradients of their
-outputs. All that it held stands for the first, which is more than true for layers of many parts.
+    backward in halves          F|===== held =====|I+++++++++|W|    +: inputs of products with
+                                                                       weights, and gradients
 """
 
 from __future__ import annotations
@@ -16,7 +14,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from itertools import accumulate, product
 from typing import Any
 
@@ -25,10 +23,14 @@ from syncpipe.planner.chain import Chain, Held, Mode, costs_of, ends_of, sizes_o
 from syncpipe.planner.machine import Machine
 from syncpipe.runtime.worker import has_lock
 from syncpipe.schedules import one_f_one_b
-from syncpipe.schedules.player import Costs, lower_bound, play, quickest
-from syncpipe.schedules.schedule import HALVES, KINDS, Schedule, devices_of, stages_on
+from syncpipe.schedules.player import Cells, Costs, lower_bound, play, quickest
+from syncpipe.schedules.schedule import HALVES, KINDS, Kind, Schedule, devices_of, stages_on
 
-__all__ = ["Draft", "Form", "Terms", "one_f_one_b_form"]
+__all__ = ["ADAM", "Draft", "Form", "Terms", "one_f_one_b_form"]
+
+#: The parameter, its gradient and Adam's two moments. Its step takes the parameters' size once
+#: more: PyTorch's kernels for lists of tensors, the usual ones on accelerators.
+ADAM = 4.0
 
 
 class Form:
@@ -54,21 +56,38 @@ class Form:
 
     def levels(self, d: int, stages: Mapping[int, Held]) -> Iterator[float]:
         """What a device holds of these of its stages, of which only one runs: before all, and
-        during and after each of its actions.
+        during each of its actions; and while the optimizer takes its step.
         """
         held = sum(x.fixed for x in stages.values()) + max(x.transient for x in stages.values())
         yield held
         for kind, _, j in self.schedule.actions[d]:
             if x := stages.get(j):
-                begun = x.once + x.halves * (kind in HALVES)
                 if kind == "forward":
                     held += x.each
                 elif KINDS[kind].sends:
-                    held += begun
-                yield held
-                if KINDS[kind].alive < 0:
-                    held -= x.each + begun
-                yield held
+                    held += x.once
+                yield held + x.weight * (kind == "backward_weight")
+                if KINDS[kind].sends == "gradient":
+                    held -= x.each + x.once
+                    held += x.halves * (kind in HALVES)
+                elif kind in HALVES:
+                    held -= x.halves
+        yield sum(x.update for x in stages.values())
+
+    @cached_property
+    def _played(self) -> Cells:
+        """When everything would end, were all stages even."""
+        device_of = self.schedule.device_of
+        return play(self.schedule.actions, self.m, device_of, Costs.even(self.n)).cells
+
+    def waiting(self, kind: Kind, source: int, target: int) -> int:
+        """How many activations or gradients wait on a stage that came straight from another one."""
+        if self.slots and kind == "backward":
+            return (self.slots[target] - self.slots[source] + 1) // 2
+        takes = 1 + (kind == "backward" and not self.split)
+        begun = ((end - takes, -1) for end in self._played[kind][target].ends)
+        sent = ((end, 1) for end in self._played[kind][source].ends)
+        return max(accumulate((change for _, change in sorted([*begun, *sent])), initial=0))
 
     def most(self, d: int, stages: Mapping[int, Held]) -> float:
         """What a device holds of these of its stages at its fullest moment."""
@@ -117,10 +136,13 @@ class Terms:
     """What all drafts of one search have in common; the arguments are those of ``plan``."""
 
     def __init__(
-        self, profile: Profile, machine: Machine, batch_size: int, param_scale: float
-    ) -> None:
+        self, profile: Profile, machine: Machine, batch_size: int, param_scale: float,
+        update: float | None = None,
+    ) -> None:  # fmt: skip
         self.profile = profile.of(batch_size)
         self.machine, self.batch_size, self.param_scale = machine, batch_size, param_scale
+        #: Bytes that the optimizer's step takes for each byte of a parameter, besides its state.
+        self.update = float(param_scale >= ADAM) if update is None else update
         self._chains: dict[int, Chain] = {}
         #: Under 1F1B: what became of micro-batches, slots and balance.
         self._known: dict[tuple[object, ...], Draft] = {}
@@ -134,14 +156,17 @@ class Terms:
         """The layers, for one of so many micro-batches, or the last, which may be smaller."""
         samples = sizes_of(self.batch_size, chunks)[last]
         if samples not in self._chains:
-            scale = self.param_scale
-            self._chains[samples] = Chain.of(self.profile, samples, scale, self.batch_size)
+            self._chains[samples] = Chain.of(
+                self.profile, samples, self.param_scale, self.batch_size, self.update
+            )
         return self._chains[samples]
 
-    def on(self, machine: Machine) -> Terms:
-        """The same for other devices."""
-        other = Terms(self.profile, machine, self.batch_size, self.param_scale)
-        other._chains = self._chains
+    def on(self, machine: Machine, batch_size: int = 0) -> Terms:
+        """The same for other devices, or another mini-batch."""
+        batch = batch_size or self.batch_size
+        other = Terms(self.profile, machine, batch, self.param_scale, self.update)
+        if batch == self.batch_size:
+            other._chains = self._chains
         return other
 
     @lru_cache(maxsize=8)  # noqa: B019
@@ -155,22 +180,32 @@ class Terms:
         found = [costs_of(chain, places, balance, form.split) for chain in chains]
         return replace(found[0], last=found[1]) if last else found[0]
 
-    def held(self, form: Form, s: int, i: int, j: int, mode: Mode) -> Held:
-        """What stage ``s`` with the layers ``[i, j)`` takes."""
-        chain, q, q0 = self.chain(form.m), form.in_flight[s], form.in_flight[0]
-        run, speed = chain.run(i, j), self.machine.speed[form.device_of[s]]
-        found = chain.held(run, q, q0, mode, self.machine.host * run.forward / speed)
+    def held(self, form: Form, s: int, ends: Sequence[tuple[int, int]], mode: Mode) -> Held:
+        """What stage ``s`` takes, where stages begin and end so."""
+        chain, q = self.chain(form.m), form.in_flight[s]
+        q0 = form.in_flight[0] if form.slots else q + form.waiting("forward", 0, s)
+        (i, j), speed = ends[s], self.machine.speed[form.device_of[s]]
+        run, returned = chain.run(i, j), 0.0
+        if run.returned:
+            sent = [(stash, pop, size) for stash, pop, size in chain.skips]
+            sent += [(a, b, size) for a, others, _, size in chain.ties for b in others]
+            stages = [t for t, (a, b) in enumerate(ends) for _ in range(b - a)]
+            for stash, pop, size in sent:
+                if i <= stash < j <= pop:
+                    returned += size * form.waiting("backward", stages[pop], s)
+        found = chain.held(run, q, q0, mode, self.machine.host * run.forward / speed, returned)
         if form.split:
-            sent = zip(chain.inputs[i + 1 : j + 1], chain.weight[i:j], strict=True)
-            found = found._replace(halves=sum(size for size, later in sent if later))
+            halves, transient = chain.sums["halves"], chain.split_transient(i, j)
+            weight = max(chain.trained[i:j]) - transient
+            found = found._replace(halves=halves[j] - halves[i], transient=transient, weight=weight)
         if form.replicas[s] > 1:  # gradients of the others, which arrive where the optimizer is
             found = found._replace(fixed=found.fixed + self.trained(i, j))
         return found
 
     def stages(self, form: Form, balance: Sequence[int], modes: Sequence[Mode]) -> list[Held]:
         """What the stages of a cut take."""
-        ends = enumerate(ends_of(balance))
-        return [self.held(form, s, i, j, modes[s]) for s, (i, j) in ends]
+        ends = ends_of(balance)
+        return [self.held(form, s, ends, mode) for s, mode in enumerate(modes)]
 
     def trained(self, i: int, j: int) -> float:
         """Bytes of the parameters that layers ``[i, j)`` train."""
@@ -261,7 +296,7 @@ class Terms:
             best, limit = (True, math.inf), self.machine.memory[d]
             for modes in product(self.modes, repeat=len(own)):
                 pairs = [*zip(own, modes, strict=True)]
-                stages = {j: self.held(form, j, *ends[j], mode) for j, mode in pairs}
+                stages = {j: self.held(form, j, ends, mode) for j, mode in pairs}
                 needs = form.most(d, stages)
                 rank = needs > limit, needs if needs > limit else sum(longer(*x) for x in pairs)
                 if rank < best:

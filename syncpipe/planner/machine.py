@@ -24,13 +24,15 @@ from statistics import median
 from typing import Any, NamedTuple
 
 import torch
+from torch import nn
 
 from syncpipe.balance.measure import RESERVE, measure_memory, stopwatch
+from syncpipe.data import storage_of
 from syncpipe.layers.placement import check_devices, default_devices, resolve_workers
 from syncpipe.runtime.streams import same_memory
 
 __all__ = [
-    "BYTES", "RATE", "RESERVE", "Machine", "kind_of", "levels", "link_bandwidth",
+    "BYTES", "RATE", "RESERVE", "Machine", "bytes_on", "kind_of", "levels", "link_bandwidth",
     "machine_of", "measure_bandwidth", "measure_memory", "number_of", "places_of", "real_devices",
 ]  # fmt: skip
 
@@ -326,10 +328,12 @@ def machine_of(
     bandwidth: Any = None,
     speed: Any = None,
     host_bandwidth: Any = None,
+    model: Any = None,
 ) -> Machine:
     """The machine that a plan is made for; the arguments are those of :func:`syncpipe.plan`.
 
-    Two places on one device share what is given or measured for it, unless ``memory`` is a list.
+    Memory that the model has taken on a device is free, for it is a part of the plan. Two places on
+    one device share what is given or measured for it, unless ``memory`` is a list.
     The bandwidth to the host is the least of all accelerators; described devices have none.
 
     Raises:
@@ -343,7 +347,10 @@ def machine_of(
     cpu = torch.device("cpu")  # one memory, however many workers are there
     homes = [cpu if place.type == "cpu" else place for place in real]
     if memory is None:
-        measured = {home: measure_memory(home) for home in dict.fromkeys(homes)}
+        measured = {
+            home: measure_memory(home) + (home != cpu) * (1 - RESERVE) * bytes_on(model, home)
+            for home in dict.fromkeys(homes)
+        }
         for home, size in measured.items():
             if size <= 0:
                 raise ValueError(f"no memory is free on {home}: free some, or give memory='16GB'")
@@ -366,6 +373,14 @@ def machine_of(
     if speed is None:
         speed = () if real else known.speed
     return Machine(memory, bandwidth, tuple(map(str, real)) or known.names, speed, host)
+
+
+def bytes_on(model: Any, place: torch.device) -> int:
+    """Bytes of a model's parameters, gradients and buffers on a device."""
+    tensors = [*model.parameters(), *model.buffers()] if isinstance(model, nn.Module) else []
+    tensors += [tensor.grad for tensor in tensors if tensor.is_leaf and tensor.grad is not None]
+    there = {storage_of(tensor): tensor for tensor in tensors if tensor.device == place}
+    return sum(tensor.untyped_storage().nbytes() for tensor in there.values())
 
 
 def kind_of(device: torch.device) -> str:

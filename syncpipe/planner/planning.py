@@ -14,13 +14,13 @@ from torch import nn
 
 from syncpipe.balance import EFFICIENCY, DeviceSpec, Profile, estimated
 from syncpipe.balance import profile as measured
-from syncpipe.balance.balances import scale_of
+from syncpipe.balance.balances import scales_of
 from syncpipe.layers.listing import Layers
 from syncpipe.layers.placement import resolve_workers
 from syncpipe.options import checked_chunks, counted
 from syncpipe.planner import page
 from syncpipe.planner.alternatives import Alternative, alternatives_of, other_schedules
-from syncpipe.planner.draft import Draft, Terms
+from syncpipe.planner.draft import ADAM, Draft, Terms
 from syncpipe.planner.machine import kind_of, machine_of, places_of, real_devices
 from syncpipe.planner.search import ANY, AUTO, NoPlan, check_schedule, choose
 from syncpipe.schedules.player import Simulation, simulate
@@ -28,9 +28,6 @@ from syncpipe.state import sandboxed
 from syncpipe.timeline.timeline import Timeline
 
 __all__ = ["NoPlan", "Plan", "StagePlan", "layers_of", "plan", "speeds_of"]
-
-#: The parameter, its gradient and Adam's two moments.
-_ADAM = 4.0
 
 
 def plan(
@@ -121,12 +118,13 @@ def plan(
     for name, value in {"stages": stages, "schedule": schedule}.items() if replicas else ():
         if value is not None:
             raise ValueError(f"{name}={value!r}: a plan with replicas takes no {name}")
-    scale = scale_of(param_scale, optimizer, _ADAM)
+    scale, update = scales_of(param_scale, optimizer, ADAM)
     real = real_devices(devices)
     devices = devices if real is None else real
     machine = machine_of(
-        devices, memory=memory, bandwidth=bandwidth, speed=speed, host_bandwidth=host_bandwidth
-    )
+        devices, memory=memory, bandwidth=bandwidth, speed=speed, host_bandwidth=host_bandwidth,
+        model=module,
+    )  # fmt: skip
     if replicas and len(machine.kinds) > 1:
         raise ValueError("replicas=True is for devices that are alike")
     layers = layers_of(
@@ -135,7 +133,7 @@ def plan(
     )  # fmt: skip
     if speed is None and real is not None:
         machine = replace(machine, speed=speeds_of(module, sample, real, timeout))
-    known = Terms(layers, machine, batch_size, scale)
+    known = Terms(layers, machine, batch_size, scale, update)
 
     def found() -> tuple[tuple[int, ...], Terms, Draft, tuple[Alternative, ...]]:
         order, best = choose(known, schedule, chunks=chunks, stages=stages, replicas=replicas)

@@ -615,7 +615,7 @@ def _made_to_measure(terms: Terms, start: Draft) -> Iterator[Draft]:
             form.device_of,
             costs=terms.costs(form, start.balance),
             rematerialized=[form.m * (mode == "recompute") for mode in start.modes],
-            activations=[s.each + s.once + s.halves for s in stages],
+            activations=[max(s.each + s.once, s.halves) for s in stages],
             inputs=[s.each for s in stages],
             memory=limits,
             split=form.split,
@@ -667,7 +667,7 @@ def shortage(terms: Terms, *, chunks: Chunks = None, stages: int | None = None) 
 
     def nearest(batch_size: int) -> tuple[float, int, Balance]:
         """The share of memory, micro-batches and balance of what comes nearest."""
-        smaller = Terms(terms.profile, machine, batch_size, terms.param_scale)
+        smaller = terms.on(machine, batch_size)
         asked = [m for m in wanted if batch_size % m == 0] or None
         m = max(chunk_counts(batch_size, asked))
         share, balance = min(_least_share(smaller, m, n) for n in counts)

@@ -397,3 +397,13 @@ def test_a_bar_when_asked_for_and_none_for_what_is_quick_or_unseen(
     assert "layer" not in bar(None)
     with pytest.raises(ImportError, match="tqdm"):
         bar(True)
+
+
+def test_a_profile_of_autocast_says_so() -> None:
+    layer, x = nn.Linear(8, 8), torch.randn(4, 8)
+    plain = profile([layer], x, time=False)
+    with torch.autocast("cpu", torch.bfloat16):
+        cast = profile([layer], x, time=False)
+    assert cast.how.endswith("cpu, in autocast to torch.bfloat16")
+    assert "autocast" not in plain.how
+    assert cast.layers[0].output_bytes[4] == plain.layers[0].output_bytes[4] / 2

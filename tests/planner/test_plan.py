@@ -116,7 +116,8 @@ def test_stages_say_what_the_layers_say() -> None:
         assert stage.backward == pytest.approx(share * sum(x.backward[8] for x in layers))
         fixed = 4 * sum(x.parameter_bytes for x in layers)
         stored = share * sum(x.stored_bytes[8] for x in layers)
-        assert stage.memory == pytest.approx(fixed + stage.in_flight * stored)
+        step = fixed + stage.in_flight * stored
+        assert stage.memory == pytest.approx(max(step, 5 / 4 * fixed))  # or the optimizer's step
         assert (stage.limit, stage.mode) == (2e9, "store")
 
 

@@ -164,7 +164,10 @@ def test_a_draft_is_what_is_simulated_and_no_faster_than_its_bound(
     stages = enumerate(zip(draft.ends, slots, modes, strict=True))
     chain = terms.chain(m)
     memory = [chain.memory(*ends, q, slots[0], how) for _, (ends, q, how) in stages]
-    assert list(draft.memory) == pytest.approx(memory)
+    if profile.skips:  # whose gradients wait for less long if they come from near
+        assert all(a <= b * (1 + 1e-9) for a, b in zip(draft.memory, memory, strict=True))
+    else:
+        assert list(draft.memory) == pytest.approx(memory)
 
 
 # --- offload ------------------------------------------------------------------------------------
@@ -241,14 +244,14 @@ def test_a_shortage_in_numbers() -> None:
     layers = [LayerProfile(str(k), {8: 1.0}, {8: 1.0}, {8: 8.0}, {8: 16.0}, {}, 25) for k in "abcd"]
     profile = Profile(tuple(layers))
     text = shortage(Terms(profile, Machine.even(2, 150.0), 8, 4.0))
-    # 2 layers with 100 for parameters; 2 micro-batches of one sample recompute: 2 x 0 + 4 stored.
+    # 2 layers with 100 for parameters, and 25 for Adam's step.
     assert text is not None
     assert "balance=[2, 2] with chunks=8 under '1f1b': stage 0 (layers 'a' to 'b')" in text
-    assert "needs 204 B, 54 B more than the 150 B of device 0" in text
+    assert "needs 250 B, 100 B more than the 150 B of device 0" in text
     assert "4 such devices" in text
     assert "batch_size" not in text
-    # Micro-batches of 3 samples store 12 beside the 200.
-    fewer = shortage(Terms(profile, Machine.even(2, 212.0), 16, 4.0), chunks=2)
+    # Micro-batches of 3 samples store 12 beside the 100 of plain SGD, whose step takes no more.
+    fewer = shortage(Terms(profile, Machine.even(2, 112.0), 16, 2.0), chunks=2)
     assert "batch_size=6" in str(fewer)
 
 
