@@ -36,6 +36,7 @@ def parts(quick: bool) -> dict[str, tuple[Sequence[str], dict[str, str]]]:
     fuzz = ["--seed", "24", "--models"]
     return {
         "fuzz": ([python, "-m", "tests.fuzz", *fuzz, models], {}),
+        "lives": ([python, "-m", "tests.fuzz", "lives", *fuzz, models], {}),
         "simulated": ([python, "-m", "tests.simulated.fuzz", *fuzz, simulated_models], {}),
         "leaks": ([*_PYTEST, *_STEPS, "-k", "steps or nothing"], {**sim, "SYNCPIPE_STEPS": steps}),
         "mutations": ([python, "-m", "tests.mutations", *words], {}),

@@ -53,7 +53,7 @@ class Call:
         autocast: run it under autocast, with its casts ``"cached"`` or made ``"anew"``.
         zero: forget the gradients of earlier calls.
         computed: what it is given is no leaf.
-        training: the mode of the pipe.
+        training: the mode of the pipe; None for that in which it is.
     """
 
     driver: str
@@ -63,7 +63,7 @@ class Call:
     autocast: str
     zero: bool
     computed: bool
-    training: bool
+    training: bool | None
 
 
 @dataclass(frozen=True)

@@ -2,8 +2,9 @@
 
     python -m tests.fuzz --models 5000 --seed 1        # as many as there is time for
     python -m tests.fuzz --seed 1 --first 812 --models 1       # one of them once more
+    python -m tests.fuzz lives --models 5000 --seed 1  # lives
 
-What fails is printed as the arguments that run it once more.
+What fails is printed as the arguments that run it once more; a life as a short program, too.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ def by_hand(
     draw: Callable[[random.Random], Any],
     check: Callable[[Any], None],
     arguments: Sequence[str] | None = None,
+    shrink: Callable[[Any], Any] = lambda case: case,
 ) -> int:
     """Runs cases from the command line ``python -m name``; the number of those that failed."""
     parser = argparse.ArgumentParser(prog=f"python -m {name}", description=__doc__)
@@ -43,7 +45,7 @@ def by_hand(
             check(case)
         except Exception as error:
             failed += 1
-            print(f"--seed {options.seed} --first {k} --models 1\n  {case}", flush=True)
+            print(f"--seed {options.seed} --first {k} --models 1\n{shrink(case)}", flush=True)
             if options.models == 1:
                 traceback.print_exc()
             else:

@@ -145,6 +145,122 @@ def _two_counters() -> nn.Module:
     return nn.Sequential(first, second)
 
 
+class Living(nn.Module):
+    """A function of itself and "x", by an attribute that changes between calls or in them.
+
+    Attributes:
+        factor: a number, or a tensor; its owner changes it from time to time.
+        calls: how many forwards there were, where the function counts them.
+    """
+
+    def __init__(self, act: Callable[[Any, Tensor], Tensor], *parameters: str) -> None:
+        super().__init__()
+        self.act, self.factor, self.calls = act, 1.0, 0
+        for name in parameters:
+            self.register_parameter(name, nn.Parameter(torch.rand(LENGTH) + 0.5))
+        self.register_buffer("state", torch.zeros(CHANNELS))
+        self.register_buffer("spread", torch.ones(CHANNELS))
+
+    def forward(self, value: Any) -> Any:
+        return on_x(lambda x: self.act(self, x), value)
+
+    @property
+    def moves(self) -> bool:
+        """Whether it changes its state now."""
+        return self.training and bool(self.factor > 1)
+
+
+class Center(Living):
+    """From a tensor to a tree with a buffer in it, which each forward changes in place."""
+
+    def __init__(self) -> None:
+        super().__init__(lambda layer, x: x)
+        self.register_buffer("center", torch.ones(LENGTH))
+
+    def forward(self, x: Tensor) -> dict[str, Any]:
+        with torch.no_grad():
+            self.center.mul_(0.5).add_(x.mean((0, 1)), alpha=0.5)
+        return {"x": x, "weight": self.center}
+
+
+def _counted(layer: Any, x: Tensor) -> Tensor:
+    layer.calls += 1
+    return x * (1 + 1 / layer.calls)
+
+
+def _observed(layer: Any, x: Tensor) -> Tensor:
+    """Changes buffers from some call on, without a version."""
+    return F.batch_norm(x, layer.state, layer.spread, training=layer.moves)
+
+
+def _written(layer: Any, x: Tensor) -> Tensor:
+    y = x + layer.state.clone().view(-1, 1)
+    if layer.moves:
+        layer.state.data.copy_(x.detach().mean((0, 2)))
+    return y
+
+
+def _remembered(layer: Any, x: Tensor) -> Tensor:
+    """Keeps a tensor that is no buffer, and changes it in place."""
+    if not hasattr(layer, "memory"):
+        layer.memory = torch.zeros(CHANNELS, 1)
+    y = x + layer.memory
+    layer.memory.copy_(x.detach().mean((0, 2)).view(-1, 1))
+    return y
+
+
+def _made(make: Callable[[], Any]) -> Callable[[Any, Tensor], Tensor]:
+    """Makes a module, or a parameter, when it sees its first input."""
+
+    def act(layer: Any, x: Tensor) -> Tensor:
+        if not hasattr(layer, "made"):
+            layer.calls += 1
+            layer.made = make()
+        return x * layer.made if isinstance(layer.made, Tensor) else layer.made(x)
+
+    return act
+
+
+def _same_linear() -> nn.Linear:
+    layer = _linear()
+    with torch.no_grad():
+        for parameter in layer.parameters():
+            parameter.copy_(torch.linspace(-1, 1, parameter.numel()).view_as(parameter))
+    return layer
+
+
+def _looking() -> nn.Module:
+    """Looks at its own parameter."""
+
+    def act(layer: Any, x: Tensor) -> Tensor:
+        assert isinstance(layer.weight, nn.Parameter)
+        return x * layer.weight * getattr(layer.weight, "scale", 1.0)  # copies of it have none
+
+    layer: Any = Living(act, "weight")
+    layer.weight.scale = 2.0
+    return layer  # type: ignore[no-any-return]
+
+
+def _flat() -> nn.Module:
+    """Parameters that are parts of one tensor, of which each has the version of all."""
+    layer: Any = Living(lambda layer, x: x * layer.first + layer.second, "first", "second")
+    flat = torch.cat([layer.first.data, layer.second.data])
+    layer.first.data, layer.second.data = flat.chunk(2)
+    return layer  # type: ignore[no-any-return]
+
+
+#: Bytes of a buffer that stands out in the memory of these models.
+TABLE = 1 << 17
+
+
+def _table(layer: Any, x: Tensor) -> Tensor:
+    """Reads a large buffer; makes it, or puts a new one in its place, in the first call."""
+    if layer.calls == 0:
+        layer.calls = 1
+        layer.register_buffer("table", torch.full((TABLE // 4,), 1.5))
+    return x * layer.table[0]
+
+
 # --- hooks ---------------------------------------------------------------------------------------
 
 
@@ -319,6 +435,7 @@ class Kind:
         draws: from PyTorch's generators, in training.
         counts: sees in which order micro-batches come.
         cpu: does what it does on the CPU only.
+        lives: changes between calls, or keeps what it has made: for lives.
     """
 
     make: Callable[[], nn.Module]
@@ -329,6 +446,7 @@ class Kind:
     draws: bool = False
     counts: bool = False
     cpu: bool = False
+    lives: bool = False
 
 
 KINDS: dict[str, Kind] = {
@@ -421,6 +539,21 @@ KINDS: dict[str, Kind] = {
     "current_device": Kind(lambda: Inner(_on_current_device)),
     "own_stream": Kind(lambda: Inner(OwnStream(_linear()))),
     "detached": Kind(lambda: Inner(lambda x: x.detach() * 2)),
+    # alive
+    "factor": Kind(lambda: Living(lambda layer, x: x * layer.factor), lives=True),
+    "counted": Kind(lambda: Living(_counted), counts=True, lives=True),
+    "observed": Kind(lambda: Living(_observed), counts=True, lives=True),
+    "written": Kind(lambda: Living(_written), counts=True, lives=True),
+    "remembered": Kind(lambda: Living(_remembered), counts=True, lives=True),
+    "center": Kind(Center, passes=True, counts=True, lives=True),
+    "makes": Kind(lambda: Living(_made(lambda: nn.Parameter(torch.ones(LENGTH)))), lives=True),
+    "makes_module": Kind(lambda: Living(_made(_same_linear)), lives=True),
+    "looks": Kind(_looking, lives=True),
+    "flat": Kind(_flat, lives=True),
+    "table": Kind(lambda: Living(_table), lives=True),
+    "sometimes": Kind(
+        lambda: Living(lambda layer, x: F.dropout(x, 0.4, layer.moves)), draws=True, lives=True
+    ),
     # handed on
     "identity": Kind(nn.Identity, passes=True),
     "flatten": Kind(lambda: Known(nn.Flatten(2)), passes=True),
@@ -486,6 +619,7 @@ KINDS: dict[str, Kind] = {
     "weighs": Kind(Weighs, passes=True),
     "weighed": Kind(lambda: Do(lambda tree: tree["x"] * tree["weight"])),
     "part": Kind(lambda: Do(lambda tree: tree["x"] * 2)),
+    "centered": Kind(lambda: Do(lambda tree: tree["x"] - tree["weight"])),
     # skips
     "send": Kind(Send, passes=True, once=False),
     "send_int": Kind(lambda: Send("int"), passes=True),
@@ -494,6 +628,7 @@ KINDS: dict[str, Kind] = {
     "receive_unused": Kind(lambda: Receive(used=False), passes=True),
 }
 _ENDS = {"fork": ("join", "part"), "twice": ("meet", "part"), "weighs": ("weighed", "part")}
+_ENDS["center"] = ("centered", "part")
 _ALL_ENDS = {*sum(_ENDS.values(), ())}
 
 
@@ -614,6 +749,49 @@ def leaves(model: nn.Module) -> dict[str, Tensor]:
     return found
 
 
+class Chain:
+    """The kinds of layers one after another, and what may come next."""
+
+    def __init__(self) -> None:
+        self.layers: list[str] = []
+        self.writable, self.shared = True, False  # its end, by the next layer; by several
+        self.waiting, self.tree = 0, ""  # skips that nobody has popped; what made a tree of it
+
+    def fits(self, name: str) -> bool:
+        """Whether the plain model can train with such a layer next."""
+        kind = KINDS[name]
+        if name in _ALL_ENDS and name not in _ENDS.get(self.tree, ()):
+            return False
+        if name.startswith("receive") and not self.waiting:
+            return False
+        if name in _ENDS and self.tree:
+            return False
+        return (self.writable or not kind.inplace) and (kind.once or not self.shared)
+
+    def add(self, name: str) -> None:
+        """Such a layer is next."""
+        kind = KINDS[name]
+        self.layers.append(name)
+        self.waiting += name.startswith("send") - name.startswith("receive")
+        self.tree = name if name in _ENDS else "" if name in _ALL_ENDS else self.tree
+        if kind.inplace or not kind.passes:
+            self.writable = not kind.stores
+        if not kind.passes:
+            self.shared = False
+        if name in ("send", "twice"):
+            self.writable, self.shared = False, True
+
+    @classmethod
+    def takes(cls, layers: Sequence[str]) -> bool:
+        """Whether the plain model can train with these."""
+        chain = cls()
+        for name in layers:
+            if not chain.fits(name):
+                return False
+            chain.add(name)
+        return not chain.waiting and chain.tree != "center"
+
+
 def drawn_model(chance: random.Random, *, most: int, kinds: Sequence[str] | None = None) -> Model:
     """Draws a model.
 
@@ -622,43 +800,21 @@ def drawn_model(chance: random.Random, *, most: int, kinds: Sequence[str] | None
         most: the most layers, but for those that end what others began.
         kinds: those that may be drawn; None for all.
     """
-    names = list(KINDS) if kinds is None else list(kinds)
-    layers: list[str] = []
-    writable, shared, waiting, tree = True, False, 0, ""
-
-    def fits(name: str) -> bool:
-        kind = KINDS[name]
-        if name in _ALL_ENDS and name not in _ENDS.get(tree, ()):
-            return False
-        if (name.startswith("receive") and not waiting) or (name in _ENDS and tree):
-            return False
-        return (writable or not kind.inplace) and (kind.once or not shared)
-
-    def add(name: str) -> None:
-        nonlocal writable, shared, waiting, tree
-        kind = KINDS[name]
-        layers.append(name)
-        waiting += name.startswith("send") - name.startswith("receive")
-        tree = name if name in _ENDS else "" if name in _ALL_ENDS else tree
-        if kind.inplace or not kind.passes:
-            writable = not kind.stores
-        if not kind.passes:
-            shared = False
-        if name in ("send", "twice"):
-            writable, shared = False, True
-
+    names = [k for k in KINDS if not KINDS[k].lives] if kinds is None else list(kinds)
+    chain = Chain()
+    layers = chain.layers
     has_ties = chance.random() < 0.3
     for _ in range(chance.randint(1, most)):
         again = [name for name in layers if name in _TIED and name in names] if has_ties else []
         name = chance.choice(again if again and chance.random() < 0.5 else names)
-        if fits(name):
-            add(name)
-        elif fits("linear"):
-            add("linear")
-    if tree and chance.random() < 0.7:
-        add(chance.choice(_ENDS[tree]))
-    while waiting:
-        add("receive")
+        if chain.fits(name):
+            chain.add(name)
+        elif chain.fits("linear"):
+            chain.add("linear")
+    if chain.tree == "center" or (chain.tree and chance.random() < 0.7):
+        chain.add(chance.choice(_ENDS[chain.tree]))
+    while chain.waiting:
+        chain.add("receive")
     seed = chance.randrange(1000)
     has_ties &= "own_forward" not in layers  # which knows the one module that it is of
     return Model(tuple(layers), seed, _drawn_ties(chance, layers, names) if has_ties else ())

@@ -124,7 +124,8 @@ def run_pipe(pipe: Pipe, case: Case, call: Call, k: int, place: Place) -> Result
     options: dict[str, Any] = {"loss_fn": loss_function(call.loss, pipe)}
     options["loss_reduction"] = "sum" if call.loss == "sum" else "mean"
     loss = output = None
-    pipe.train(call.training)
+    if call.training is not None:
+        pipe.train(call.training)
     with autocast(call):
         if call.driver == "forward":
             output = pipe(given[0])
@@ -151,7 +152,7 @@ def run_pipe(pipe: Pipe, case: Case, call: Call, k: int, place: Place) -> Result
     left = [x.detach().clone() for x in given]  # without a wait, which would hide others
     output, loss = place.close([*xs, *given], (output, loss))
     assert_same([x.to("cpu") for x in left], made, "the caller's input ")
-    assert all(layer.training is call.training for layer in pipe.modules())
+    assert call.training is None or all(m.training is call.training for m in pipe.modules())
     return seen(pipe, xs, output, loss, leaves(pipe))
 
 
@@ -172,7 +173,8 @@ def run_plain(
     # In memory that is aligned as that of the originals, which can decide the last bit.
     pieces = [clones([p])[0] if case.model.begins_in_place else p for p in whole]
     trains = call.driver in ("forward", "train", "iterator")
-    model.train(call.training and call.driver not in ("eval", "outputs"))
+    if call.training is not None:
+        model.train(call.training and call.driver not in ("eval", "outputs"))
     outputs, losses = [], []
     with autocast(call), torch.set_grad_enabled(trains):
         for piece in pieces:
@@ -330,7 +332,8 @@ def schedule_of(pipe: Pipe, call: Call) -> Schedule | None:
     m = len(call.sizes)
     if call.driver == "train":
         m = len(torch.empty(call.sizes[0]).chunk(pipe.chunks))
-    return build(call.schedule, m, pipe._ready().placement)
+    asked = pipe.schedule if call.schedule is None else call.schedule
+    return build(asked, m, pipe._ready().placement)
 
 
 def in_one_stage(made: Schedule, m: int, devices: Any) -> Schedule:

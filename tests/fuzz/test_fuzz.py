@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.fuzz import lives
 from tests.fuzz.cases import Call, Case, drawn_case
 from tests.fuzz.models import Model
 from tests.fuzz.runs import check
@@ -43,3 +44,28 @@ def test_models_that_failed_once(layers: tuple[str, ...], checkpoint: Any, drive
     call = Call(driver, "1f1b", "mean", (4,), "", True, False, True)
     model, whole = Model(layers, 0), (len(layers),)
     check(Case(model, whole, (0,), (1,), 2, checkpoint, False, True, (call, call)))
+
+
+def test_lives() -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for seed in range(50):
+            story = lives.drawn_story(random.Random(f"suite/{seed}"))
+            try:
+                lives.check(story)
+            except Exception as error:
+                raise AssertionError(f"a life fails:\n{lives.shrunk(story)}") from error
+
+
+def test_a_life_that_fails_is_printed_as_a_short_program() -> None:
+    def check(story: lives.Story) -> None:
+        names = [name for name, *_ in story.events]
+        assert names.count("call") < 2 or "gelu" not in story.layers
+
+    def fails(story: lives.Story) -> bool:
+        return [name for name, *_ in story.events].count("call") > 1 and "gelu" in story.layers
+
+    stories = (lives.drawn_story(random.Random(seed)) for seed in range(1000))
+    program = str(lives.shrunk(next(filter(fails, stories)), check)).splitlines()
+    assert len(program) == 3
+    exec("\n".join(program), {"Life": lives.Life})

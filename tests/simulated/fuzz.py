@@ -41,7 +41,7 @@ DEVICES = simulated.DEVICES  #: real ones stand for several where there are fewe
 CHOSEN = [
     name
     for name, kind in KINDS.items()
-    if not kind.draws and not kind.cpu and name not in ("parameter_hook", "lstm")
+    if not (kind.draws or kind.cpu or kind.lives) and name not in ("parameter_hook", "lstm")
 ]
 
 
