@@ -41,6 +41,8 @@ _MOST_DEVICES = 1024
 
 _COPY_BYTES = 64_000_000
 _ROUNDS = 5
+#: So many ways over links are made longer by another device.
+_WAYS = 64
 #: What is measured is never equal: numbers that differ by less than this, relative, are alike.
 _ALIKE = 0.1
 
@@ -150,14 +152,31 @@ class Machine:
         return self.shared([(d,) for d in devices])
 
     def orders(self) -> list[tuple[int, ...]]:
-        """Orders of the devices that are worth a try: as given, and if there are two or three kinds
-        of devices, those with each kind together.
+        """Orders of the devices that are worth a try: as given, along the best links, and if there
+        are two or three kinds of devices, those with each kind together.
         """
         given = tuple(range(len(self)))
         if len(self.kinds) > 3:
             return [given, given[::-1]]
-        together = [tuple(chain.from_iterable(some)) for some in permutations(self.kinds)]
-        return list(dict.fromkeys([given, *together]))
+        orders = [tuple(chain.from_iterable(some)) for some in permutations(self.kinds)]
+        linked = [] if self.even_links else [self.linked(len(self))]
+        return list(dict.fromkeys([given, *orders, *linked]))
+
+    def linked(self, n: int) -> tuple[int, ...]:
+        """An order whose first ``n`` devices are a way over links that carry as much as can be,
+        found with the best ways over fewer devices; the others come after them.
+        """
+        ways: list[tuple[float, tuple[int, ...]]] = [(0.0, (d,)) for d in range(len(self))]
+        for _ in range(n - 1):
+            longer: dict[Any, tuple[float, tuple[int, ...]]] = {}
+            for cost, way in ways:
+                for d in {*range(len(self))} - {*way}:
+                    found = cost + self.transfer(1.0, way[-1], d), (*way, d)
+                    key = frozenset(way), d
+                    longer[key] = min(longer.get(key, found), found)
+            ways = sorted(longer.values())[:_WAYS]
+        first = min(ways)[1]
+        return (*first, *[d for d in range(len(self)) if d not in first])
 
 
 def levels(numbers: Iterable[float]) -> list[float]:

@@ -62,6 +62,8 @@ _PARTS = (1, 1.25, 1.5, 2, 3, 4)
 #: memory are tried as well.
 _HARDLY, _LESS = 1.05, (0.94, 0.85, 0.7)
 _MOST_DEVICES = 64
+#: Of so many devices at most two change places.
+_EXCHANGED = 16
 #: Cuts are looked for at so many boundaries, and then at those near the ones that were found.
 _BOUNDARIES = 256
 
@@ -361,14 +363,58 @@ def _fitting(terms: Terms, balance: Balance, m: int, part: float, limits: Slots)
 
 
 def search_orders(terms: Terms, **choice: Any) -> tuple[tuple[int, ...], list[Draft]]:
-    """The order of the devices (:meth:`.Machine.orders`) with the fastest plan, and what
-    :func:`search` found for it; the order as given, and none, if nothing fits.
+    """The order of the devices with the fastest plan, and what :func:`search` found for it; the
+    order as given, and none, if nothing fits.
+
+    Those of :meth:`.Machine.orders` are tried; where links are unlike, those in which single
+    devices that change places make the best plan faster, too.
     """
     machine = terms.machine
-    tried = (
-        (order, search(terms.on(machine.ordered(order)), **choice)) for order in machine.orders()
-    )
-    return min(tried, key=lambda pair: _rounded(pair[1][0].time) if pair[1] else math.inf)
+
+    def tried(order: tuple[int, ...]) -> tuple[tuple[int, ...], list[Draft]]:
+        return order, search(terms.on(machine.ordered(order)), **choice)
+
+    def rank(pair: tuple[tuple[int, ...], list[Draft]]) -> float:
+        return _rounded(pair[1][0].time) if pair[1] else math.inf
+
+    known = {order: tried(order) for order in machine.orders()}
+    best = min(known.values(), key=rank)
+    while best[1] and not machine.even_links and len(machine) <= _EXCHANGED:
+        order = _exchanged(terms, *best)
+        if order in known:
+            break
+        known[order] = tried(order)
+        best = min(best, known[order], key=rank)
+    return best
+
+
+def _exchanged(terms: Terms, order: tuple[int, ...], found: list[Draft]) -> tuple[int, ...]:
+    """An order in which what was found is fastest, as far as two devices at a time change places;
+    from the one given, or that of the best links between as many devices.
+    """
+    machine, best = terms.machine, (math.inf, order)
+    for draft in found[:3]:
+        n = draft.form.devices
+
+        def rank(order: tuple[int, ...], draft: Draft = draft) -> tuple[float, tuple[int, ...]]:
+            there = terms.on(machine.ordered(order))
+            other = there.draft(draft.form, draft.balance)
+            return (other.time if other and other.excess <= 1 else math.inf), order
+
+        for start in dict.fromkeys((order, machine.linked(n))):
+            least, better = rank(start), True
+            while better:
+                now = least[1]
+                pairs = ((a, b) for a in range(n) for b in range(a + 1, len(now)))
+                swapped = (
+                    (*now[:a], now[b], *now[a + 1 : b], now[a], *now[b + 1 :]) for a, b in pairs
+                )
+                other = min(map(rank, swapped), default=least)
+                better = other[0] < least[0] * (1 - NOTICED)
+                least = other if better else least
+            if least[0] < best[0] * (1 - NOTICED):
+                best = least
+    return best[1]
 
 
 def improved(terms: Terms, draft: Draft, work: int) -> tuple[Draft, int]:

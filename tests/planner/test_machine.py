@@ -115,6 +115,11 @@ def test_devices_in_another_order() -> None:
     assert other.names == ("device 1", "device 2")  # each keeps what it was called
     assert machine.orders() == [(0, 1, 2), (0, 2, 1), (1, 0, 2)]
     assert Machine.even(3).orders() == [(0, 1, 2)]
+    rates = [
+        [9.0 if {a, b} in ({0, 3}, {1, 2}, {1, 3}) else 1.0 for b in range(4)] for a in range(4)
+    ]
+    assert Machine((1.0,) * 4, rates).orders() == [(0, 1, 2, 3), (0, 3, 1, 2)]  # type: ignore[arg-type]
+    assert Machine((1.0,) * 4, rates).linked(3) == (0, 3, 1, 2)  # type: ignore[arg-type]
 
 
 # --- real devices -------------------------------------------------------------------------------
