@@ -16,7 +16,8 @@ put aside:
 Which layers draw is learned anew in each call from the first micro-batch, for which layers that
 nobody knows hold all generators; those that do not draw then run freely. A thread of the user's may
 draw meanwhile, and a layer for the first time in a later micro-batch, unseen. But what counts is
-whether a recomputation gives what the forward gave, and that is compared (:func:`fingerprint`).
+whether a recomputation gives what the forward gave, and that is always compared, but for layers
+that can do nothing else (:func:`fingerprint`, :func:`never_draws`).
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ import threading
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from functools import cache, partial
-from itertools import compress, zip_longest
+from itertools import zip_longest
 from operator import methodcaller
 from types import MethodType
 from typing import Any, TypeVar
@@ -90,26 +91,6 @@ class Generators:
         """The generators in a bit mask; in the one order in which their locks are taken."""
         pairs = zip(self._keys, self.own, strict=True)
         return [pair for k, pair in enumerate(pairs) if which >> k & 1]
-
-    def watched(self, run: Callable[[], _T]) -> tuple[_T, bool]:
-        """Runs something; and whether anybody may have drawn meanwhile."""
-        before = self._at_rest()
-        result, after = run(), self._at_rest()
-        with NoDispatch(), NoFunctions():
-            rested = before is not None and after is not None
-            return result, not (rested and all(map(torch.equal, before or (), after or ())))
-
-    def _at_rest(self) -> list[Tensor] | None:
-        """The states, unless a layer holds the CPU's generator: it may be in the middle of a call
-        of ``get_state`` of its own, which takes no lock of ours.
-        """
-        lock, taken = LOCKS[_CPU], list[bool]()
-
-        def read() -> list[Tensor] | None:
-            taken.extend(map(lock.acquire, (False,)))  # in C, as its release
-            return states_of(self.own) if any(taken) else None
-
-        return undone(read, map(methodcaller("release"), compress((lock,), taken)))
 
 
 def _device_generator(device: torch.device) -> torch.Generator | None:
@@ -180,7 +161,7 @@ class Turn:
         touches: whether it saves or sets the state of a generator. ``fork_rng`` and
             ``torch.utils.checkpoint`` do that, and comparing states does not see it.
         nests: whether it uses a pipe.
-        ends: for each generator of an accelerator the fingerprint of its last state, if asked for.
+        ends: for the generator of an accelerator the fingerprint of its last state, if asked for.
     """
 
     def __init__(
@@ -194,7 +175,7 @@ class Turn:
         self._outer: Turn | None = None
         self.held = self.drew_outside = self.touches = self.nests = False
         self.draws = 0
-        self.ends: dict[_Key, list[list[int]]] = {}
+        self.ends: list[Tensor] = []
 
     def holding(self, run: Callable[[], _T]) -> _T:
         def drawing() -> _T:
@@ -367,7 +348,7 @@ def run_seeded(
         output = turn.observed(layer, value) if observe else layer(value)
         for key, generator in picked if mark else ():
             if key != _CPU:
-                turn.ends[key] = fingerprint(states_of([generator]))
+                turn.ends += fingerprint(states_of([generator]))
         return output
 
     output = turn.holding(run)
@@ -378,29 +359,39 @@ def run_seeded(
     return output, turn
 
 
-def fingerprint(output: Any) -> list[list[int]]:
-    """What tells the outputs of two runs of a layer apart, if these drew other numbers.
+def fingerprint(output: Any) -> list[Tensor]:
+    """What tells the outputs of two runs of a layer apart, if it did something else.
 
     Only on the CPU, where a layer that does the same gives the same to the last bit; elsewhere the
-    states of generators have to do. Sums of every 61st word, so that it matters where one stands.
+    states of generators have to do. Of what is longer it has sums of every 251st word, so that it
+    matters where one stands.
     """
-    found: list[list[int]] = []
     if torch._C._functorch.peek_interpreter_stack() is not None:
-        return found
+        return []
+    found: list[Tensor] = []
     with NoDispatch(), NoFunctions():
         for tensor in tensors_in(output):
-            plain = type(tensor) in (Tensor, nn.Parameter) and tensor.device.type == "cpu"
-            if not plain or tensor.layout is not torch.strided or tensor.is_quantized:
+            if type(tensor) not in (Tensor, nn.Parameter) or tensor.device.type != "cpu":
                 continue
-            if tensor.is_conj() or tensor.is_neg():
+            if tensor.layout is not torch.strided or tensor.is_quantized:
                 continue
-            words = tensor.detach().contiguous().view(-1).view(torch.uint8)
+            words = tensor.detach().resolve_conj().resolve_neg().contiguous().view(-1)
+            words = words.view(torch.uint8)
             if not (words.numel() % 8 or words.data_ptr() % 8 or words.storage_offset() % 8):
                 words = words.view(torch.int64)
-            rows = words.numel() // 61
-            sums = words[: 61 * rows].view(rows, 61).sum(0, dtype=torch.int64)
-            found.append(torch.cat([sums, words[61 * rows :].long()]).tolist())
+            rows, rest = divmod(words.numel(), 251)
+            if rows:
+                sums = words[: 251 * rows].view(rows, 251).sum(0, dtype=torch.int64)
+                words = torch.cat([sums, words[words.numel() - rest :]])
+            else:
+                words = words.clone()
+            found.append(words)
     return found
+
+
+def same_fingerprints(one: Sequence[Tensor], other: Sequence[Tensor]) -> bool:
+    with NoDispatch(), NoFunctions():
+        return len(one) == len(other) and all(map(torch.equal, one, other))
 
 
 #: These draw in training, in their own forward and nowhere else.

@@ -6,33 +6,58 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+from torch import Tensor
+
 from syncpipe.layers.unpack import spread
-from syncpipe.runtime.random_numbers import fingerprint, never_draws, run_seeded
+from syncpipe.runtime.random_numbers import (
+    Turn,
+    fingerprint,
+    never_draws,
+    run_seeded,
+    same_fingerprints,
+)
 
 #: Of a cell that is recomputed: for each layer the generators that it may draw from, and the
 #: fingerprint of what it gave.
 Drawn = dict[int, Any]
+_OUTPUTS = -1  # in the place of a layer: what the cell as a whole gave
+_OTHERWISE = (
+    "{} gave something else when it was recomputed than in the forward, so that gradients would be "
+    "wrong. If a thread of yours draws random numbers meanwhile, give it a torch.Generator of its "
+    "own. If the layer draws some, but not for the first micro-batch, that is known from the next "
+    "call on. If it depends on anything else that changes (it counts its calls), let it ask "
+    "syncpipe.is_recomputing(), or use checkpoint='never'"
+)
 _BACKWARD = 0x9E3779B9  # sets what a backward draws apart from what its layers draw
 
 
 class Drawing:
     """The random numbers of a stage in one call.
 
+    What is known of layers is of this call, which other threads do not see. The next one begins
+    with nothing, but for the layers that were found to draw in a later micro-batch only: these are
+    observed in all of its micro-batches, and known on if they do so again.
+
     Attributes:
-        drew: for each layer a bit mask of the generators that it was seen to draw from.
+        draws: for each layer a bit mask of the generators that it draws from.
         backward_draws: bit mask of the generators that its backward draws from; None until one ran.
+        trusted: whether ``draws`` were known when the call began, so that a layer that does not
+            draw need not be observed: a replica's, by what other calls showed.
     """
 
     def __init__(self, run: Any) -> None:
         self.run, self.stage = run, run.stage
+        self.draws = [0] * len(self.stage.names)
         self.backward_draws: int | None = None
-        self.drew = [0] * len(self.stage.names)
+        self.trusted = False
+        self._touches = False  # the state of a generator was saved or set, and may be in backward
+        self._late = frozenset(self.stage.late if run.grad else ())
         self._quiet = list(map(never_draws, self.stage.partition._modules.values()))
 
     @property
     def cares(self) -> bool:
         """Whether any layer may draw."""
-        return any(self.stage.draws) or not all(self._quiet)
+        return not all(self._quiet)
 
     def layers(self, i: int, inputs: Any, record: Any, again: bool) -> Any:
         """As those of a ``StageRun``, but a layer that may draw is given its own numbers."""
@@ -44,7 +69,7 @@ class Drawing:
         try:
             for k, layer in enumerate(run.running._modules.values()):
                 call: Any = partial(spread, layer) if unpack else layer
-                if stage.draws[k] or (care and not self._quiet[k]):
+                if not self._quiet[k] and (care or self.draws[k] or k in self._late):
                     value = self._drawing(i, k, call, value, first, drawn, again)
                 else:
                     value = call(value)
@@ -57,41 +82,48 @@ class Drawing:
         self, i: int, k: int, layer: Any, value: Any, first: bool, drawn: Drawn | None, again: bool
     ) -> Any:
         """A layer that draws, or may do so."""
-        stage = self.stage
-        which, wanted = stage.generators.all if first else stage.draws[k], None
+        stage, everything = self.stage, self.stage.generators.all
+        late = k in self._late
+        # Of a layer that is trusted: what holds the generators anyway may as well be observed.
+        known = self.trusted and not self.draws[k] & everything
+        observe = not again and (late or (first and not known))
+        which, wanted = everything if observe else self.draws[k], None
         if again:
-            unknown = stage.generators.all, None  # the forward has not come so far
+            unknown = everything, None  # the forward has not come so far
             which, wanted = (0, None) if drawn is None else drawn.get(k, unknown)
         elif drawn is not None:
             drawn[k] = which, None  # a backward inside of the layer recomputes this cell now
+        ends: list[Tensor] = []
         if which:
             cell = (self.run.seed, stage.first + k, i)
             value, seen = run_seeded(
-                stage.generators, which, cell, layer, value, observe=first,
+                stage.generators, which, cell, layer, value, observe=observe,
                 module=stage.partition[k], mark=drawn is not None,
             )  # fmt: skip
             ends = seen.ends
-            if first:
-                stage.learn(seen, k)
-                self.drew[k] |= seen.draws
+            if observe:
+                self.draws[k] = seen.draws if first else self.draws[k] | seen.draws
+                self._learn(seen)
+                if first:
+                    stage.late.discard(k)
+                elif seen.draws:
+                    stage.late.add(k)
         else:
-            ends, call = {}, partial(layer, value)
-            value, drew = (call(), True) if wanted is None else stage.generators.watched(call)
-            if not drew:  # nor has anybody else
-                return value
+            value = layer(value)
         if drawn is not None and not again:
-            drawn[k] = stage.draws[k], (fingerprint(value), ends)
-        elif wanted is not None and wanted != (fingerprint(value), {**wanted[1], **ends}):
-            stage.draws[k] = stage.generators.all
-            raise RuntimeError(
-                f"{stage.layer(k)} gave something else when it was recomputed than in the forward, "
-                "so that gradients would be wrong. If a thread of yours draws random numbers "
-                "meanwhile, give it a torch.Generator of its own. If the layer draws some, but did "
-                "not for the first micro-batch of any call so far, that is known from the next "
-                "call on. If it depends on anything else that changes, let it ask "
-                "syncpipe.is_recomputing(), or use checkpoint='never'"
-            )
+            drawn[k] = self.draws[k], fingerprint(value) + ends
+        elif wanted is not None and not same_fingerprints(wanted, fingerprint(value) + ends):
+            stage.late.add(k)
+            stage.drew.clear()  # which said that it does not
+            raise RuntimeError(_OTHERWISE.format(stage.layer(k)))
         return value
+
+    def _learn(self, seen: Turn) -> None:
+        if seen.touches:
+            whole = self.run.whole.draws  # which goes back as a whole
+            whole._touches = True
+            if whole.backward_draws is not None:
+                whole.backward_draws = self.stage.generators.all
 
     def loss(
         self, i: int, function: Callable[[Any], Any], given: Any, draws: int | None
@@ -108,9 +140,7 @@ class Drawing:
         cell = (self.run.seed, stage.first + len(stage.names), i)
         result, seen = run_seeded(stage.generators, which, cell, function, given, observe=observe)
         if observe:
-            stage.learn(seen)
-            if seen.touches and self.backward_draws is not None:
-                self.backward_draws = stage.backward_draws
+            self._learn(seen)
         return result, seen.draws if draws is None else draws
 
     def backward(self, i: int, run: Callable[..., None], *args: Any) -> None:
@@ -120,7 +150,7 @@ class Drawing:
         if first:
             draws = stage.generators.all
         elif draws is None:
-            draws = self.backward_draws = stage.backward_draws
+            draws = self.backward_draws = stage.generators.all if self._touches else 0
         if not draws:
             run(*args)
             return
@@ -131,7 +161,25 @@ class Drawing:
                 stage.generators, draws, cell, lambda _: run(*args), None, observe=first
             )
             if first:
-                stage.backward_draws |= seen.draws
-                self.backward_draws = stage.backward_draws
+                self.backward_draws = stage.generators.all if self._touches else seen.draws
+                stage.backward_draws = self.backward_draws
 
         self.run.locked(seeded)  # the order of locks is: stage before random state
+
+
+def compared(run: Any, inner: Any) -> Any:
+    """What a cell gives when it is recomputed is compared where no layer returns it: skips, and
+    what hooks of the partition make of an output. (To be around all other wrappers.)"""
+    if not (run.stage.stashes or run.stage.hooked):
+        return inner
+
+    def outer(i: int, inputs: Any, record: Any, again: bool) -> Any:
+        outputs = inner(i, inputs, record, again)
+        found = [] if record is None else fingerprint(outputs)
+        if record is not None and not again:
+            record.drawn[_OUTPUTS] = found
+        elif record is not None and not same_fingerprints(record.drawn.get(_OUTPUTS, found), found):
+            raise RuntimeError(_OTHERWISE.format(f"{run.words} {i}"))
+        return outputs
+
+    return outer

@@ -51,6 +51,7 @@ class StageRun:
     Attributes:
         through: how many cells went forward so far, in a list (which units have in common).
         statistics: collects those of deferred BatchNorm, for all replicas of the stage.
+        whole: that of the stage of which this is a unit; or itself.
         others: by the identity of a tensor of its modules what it computes with instead: ``swaps``
             put that into the modules for the time of a run, or ``shallow`` copies of them have it.
         units: its pieces, if they are recomputed one by one, and whether each is.
@@ -66,11 +67,12 @@ class StageRun:
         mode: StageMode,
         *,
         grad: bool,
-        through: list[int] | None = None,
+        whole: StageRun | None = None,
     ) -> None:
         self.stage, self.m, self.seed, self.grad = stage, m, seed, grad
         self.partition = self.running = stage.partition
-        self.through = [0] if through is None else through
+        self.whole: StageRun = whole or self
+        self.through: list[int] = whole.through if whole else [0]
         self.statistics: MiniBatchStatistics | None = None
         self.others: dict[int, Any] = {}
         self.swaps: Sequence[Swap] = ()
@@ -78,7 +80,7 @@ class StageRun:
         self.first = stage.j == 0 and stage.whole is None
         self.words = f"stage {stage.j} ({stage.layers_in_words}), micro-batch"
         self.units = [
-            (StageRun(unit, m, seed, "never", grad=grad, through=self.through), again)
+            (StageRun(unit, m, seed, "never", grad=grad, whole=self), again)
             for unit, again in (stage.units(mode.spans) if isinstance(mode, ByLayer) else ())
         ]
         self._counts = stage.whole is None

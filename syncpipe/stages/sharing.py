@@ -30,6 +30,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import chain, pairwise
+from operator import or_
 from types import MethodType
 from typing import Any, NamedTuple
 
@@ -355,10 +356,8 @@ class CallReplicas:
         self._owners = [runs[those[0]] for those in pipeline.numbers if len(those) > 1]
         self.trained: dict[int, list[Tensor]] = {}
         self._before: list[tuple[Stage, nn.Module, str, Tensor, int]] = []
-        #: Owners, and what their replicas know of their draws.
-        self._known: list[tuple[StageRun, list[int], StageRun]] = []
-        #: Stages whose draws this call shows, if it comes to its end, in which mode.
-        self._seen: list[tuple[Stage, Any]] = []
+        #: Owners and replicas, in which mode, and whether these go by what earlier calls showed.
+        self._draws: list[tuple[StageRun, StageRun, Any, bool]] = []
         for (j, *others), replicas in zip(pipeline.numbers, pipeline.replicas, strict=True):
             if not others:
                 continue
@@ -386,17 +385,13 @@ class CallReplicas:
             module.training and (not isinstance(module, _DropoutNd) or module.p > 0)
             for module in run.partition.modules()
         ]
-        mode = ("replica", run.grad, *flags)
-        if mode not in run.stage.seen:
-            self._seen.append((run.stage, mode))
-            return
-        run.stage.backward_draws |= owner.stage.backward_draws
-        run.through[0] = run.m + 1
-        run.draws.backward_draws = run.stage.backward_draws
-        for one, other in zip(owner.all, run.all, strict=True):
-            draws = [a | b for a, b in zip(one.stage.draws, other.stage.draws, strict=True)]
-            other.stage.draws[:] = draws
-            self._known.append((one, draws, run))
+        mode = (run.grad, *flags)
+        trusted = all(mode in each.stage.drew for each in run.all)
+        self._draws.append((owner, run, mode, trusted))
+        for each in run.all if trusted else ():
+            each.draws.trusted, each.draws.draws = True, list(each.stage.drew[mode])
+        if trusted and not (owner.stage.backward_draws or run.stage.backward_draws):
+            run.draws.backward_draws = 0
 
     def let_train(self, replicas: Sequence[Sequence[Replica]]) -> None:
         """Call where what is trained changes in the call itself, on each replica by itself."""
@@ -416,20 +411,24 @@ class CallReplicas:
                     "layer counts in its buffers, or writes into its parameters, would be of "
                     "these. Give the stage one device, or let the layer return it"
                 )
-        for run, known, replica in self._known:
-            stage = run.stage  # of which another call may have learned meanwhile
-            drew = [stage.layer(k) for k, d in enumerate(run.draws.drew) if d & ~known[k]]
-            late = (run.draws.backward_draws or 0) & ~(replica.draws.backward_draws or 0)
-            drew += ["a backward"] if late else []
-            if drew:
-                raise RuntimeError(
-                    f"{drew[0]} of stage {stage.j}, which has replicas, drew random numbers for "
-                    "the first time only now, and other replicas did not know that it would. It "
-                    "is known from the next call on: call again. If a thread of yours draws random "
-                    "numbers meanwhile, give it a torch.Generator of its own"
-                )
-        for stage, mode in self._seen:
-            stage.seen.add(mode)
+        unexpected: list[str] = []
+        for owner, run, mode, trusted in self._draws:
+            for one, other in zip(owner.all, run.all, strict=True):
+                draws = list(map(or_, one.draws.draws, other.draws.draws))
+                known = other.stage.drew.get(mode, draws)
+                other.stage.drew[mode] = draws
+                pairs = enumerate(zip(draws, known, strict=True))
+                drew = [one.stage.layer(k) for k, (now, then) in pairs if trusted and now & ~then]
+                unexpected += [f"{layer} of stage {one.stage.j}" for layer in drew]
+            if trusted and owner.draws.backward_draws and run.draws.backward_draws == 0:
+                unexpected.append(f"a backward of stage {owner.stage.j}")
+        if unexpected:
+            raise RuntimeError(
+                f"{unexpected[0]}, which has replicas, drew random numbers for the first time only "
+                "now, and other replicas did not know that it would. It is known from the next "
+                "call on: call again. If a thread of yours draws random numbers meanwhile, give it "
+                "a torch.Generator of its own"
+            )
         for owner in self._owners:
             if owner.statistics is not None:
                 owner.statistics.commit()

@@ -12,7 +12,7 @@ from torch import nn
 
 from syncpipe.layers.batchnorm import DeferredBatchNorm
 from syncpipe.layers.unpack import chained
-from syncpipe.runtime.random_numbers import Generators, Turn, has_hooks, let_modules_hold
+from syncpipe.runtime.random_numbers import Generators, has_hooks, let_modules_hold
 from syncpipe.runtime.recomputation import Changes
 from syncpipe.skip.layout import layer_skips
 from syncpipe.skip.skippable import is_skippable
@@ -55,8 +55,9 @@ class Stage:
     Attributes:
         number: its place among all stages and replicas.
         commits: whether it moves running statistics; where there are replicas, none does.
-        draws: for each layer a bit mask of the generators that it ever drew from.
-        backward_draws: the generators that any backward ever drew from.
+        late: the layers that drew in a later micro-batch of a call, and not in its first.
+        backward_draws: the generators that backwards of the last call drew from.
+        drew: for replicas, by the modes of modules, from which generators layers drew.
         changes: what its forwards change.
         seen: the modes in which it ran.
     """
@@ -84,8 +85,9 @@ class Stage:
         self.generators = Generators(device)
         if self.generators.in_modules:
             let_modules_hold(partition)
-        self.draws = [0] * len(self.names)
+        self.late: set[int] = set()
         self.backward_draws = 0
+        self.drew: dict[Any, list[int]] = {}
         self.compares_later = any(isinstance(m, torch.jit.ScriptModule) for m in modules)
         self.seen: set[Any] = set()
         self._units: tuple[Any, list[tuple[Stage, bool]]] = (None, [])
@@ -120,15 +122,6 @@ class Stage:
             return False
         self.seen.add(mode)
         return True
-
-    def learn(self, seen: Turn, k: int | None = None) -> None:
-        """Remembers what a first run showed of layer ``k`` (None: of the loss function)."""
-        if k is not None:
-            self.draws[k] |= seen.draws
-        if seen.touches:
-            self.backward_draws = self.generators.all
-        if self.whole is not None:  # which goes back as a whole
-            self.whole.learn(seen)
 
     def describe(self, i: int) -> str:
         """Cell ``(i, j)`` in words."""

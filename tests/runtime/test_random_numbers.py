@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
 
@@ -11,7 +12,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from syncpipe import is_recomputing
+from syncpipe import inline, is_recomputing
 from syncpipe.runtime import random_numbers
 from syncpipe.runtime.random_numbers import _cell_seed
 from syncpipe.state import sandboxed
@@ -261,4 +262,61 @@ def test_layers_run_at_once_but_for_what_draws(kind, mode):
     with another_thread():
         pipe = pipe_of(nn.Sequential(layer(0), layer(1)), checkpoint=mode)
         pipe(X.clone().requires_grad_()).sum().backward()
+    assert calls == [4, 4]
+
+
+# --- what was learned in a call belongs to that call
+
+
+def forked(x):
+    with torch.random.fork_rng(devices=[]):
+        return x * 2
+
+
+HISTORIES = {
+    "a draw": lambda x, i: x + torch.rand(()),
+    "a draw in a later micro-batch": lambda x, i: x + torch.rand(()) if i == 3 else x * 2,
+    "a draw in training": lambda x, i: F.dropout(x, 0.5),
+    "a state that is saved": lambda x, i: forked(x),
+    "a draw in backward": lambda x, i: on_gradient(x, lambda grad: grad * torch.rand(())),
+    "a profile function": lambda x, i: x * 2,
+}
+
+
+@pytest.mark.parametrize("checkpoint", ["never", "always"])
+@pytest.mark.parametrize("history", HISTORIES)
+def test_stages_run_at_once_whatever_earlier_calls_drew(history, checkpoint):
+    barrier, calls, drew = threading.Barrier(2), [0, 0], HISTORIES[history]
+    meet = False
+
+    def layer(j):
+        def run(x):
+            calls[j] += not is_recomputing()
+            if drew is not None:
+                return drew(x, (calls[j] - 1) % 4)
+            # Stage 1 is at micro-batch 1 while stage 0 is at micro-batch 2: both have to be here.
+            if meet and calls[j] == 3 - j and not is_recomputing():
+                barrier.wait(timeout=60)
+            return x * 2
+
+        return Do(run)
+
+    pipe = pipe_of(nn.Sequential(layer(0), layer(1)), checkpoint=checkpoint)
+
+    def step():
+        calls[:] = [0, 0]
+        try:
+            pipe(X.clone().requires_grad_()).sum().backward()
+        except RuntimeError as error:  # of what draws in a later micro-batch only
+            assert "known from the next call on" in str(error)  # noqa: PT017
+
+    with inline():
+        sys.setprofile((lambda *_: None) if history == "a profile function" else None)
+        step()
+        step()
+        sys.setprofile(None)
+    drew = None
+    step()  # what was found late is observed once more
+    meet = True
+    step()
     assert calls == [4, 4]

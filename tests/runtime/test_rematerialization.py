@@ -17,6 +17,8 @@ from torch.nn.utils import spectral_norm as old_spectral_norm
 from torch.nn.utils.parametrizations import spectral_norm
 
 from syncpipe import Pipe, Selective, is_recomputing
+from syncpipe.data import tensors_in
+from syncpipe.skip import pop, skippable, stash
 from tests.support.models import in_turn
 from tests.support.running import MODES, Do, assert_same, pipe_of, trained, weigh
 from tests.support.watched import Memory, Watched, alive, gone
@@ -58,24 +60,89 @@ def test_recomputed_activations_are_freed_as_backward_goes_on():
 
 
 @pytest.mark.parametrize(
-    "again",
+    ("again", "message"),
     [
-        lambda x: x[:1].exp().sin(),
-        lambda x: x.double().exp().sin(),
-        lambda x: x + 1,
-        lambda x: x.exp(),
+        (lambda x: x[:1].exp().sin(), "gave something else"),
+        (lambda x: x.double().exp().sin(), "gave something else"),
+        (lambda x: x + 1, "gave something else"),
+        (lambda x: x.exp().sin() * 1, "stored other tensors"),
     ],
-    ids=["another shape", "another dtype", "nothing stored", "less stored"],
+    ids=["another shape", "another dtype", "nothing stored", "more stored"],
 )
 @pytest.mark.parametrize("j", [0, 1])
-def test_a_layer_that_does_something_else_the_second_time_is_an_error(j, again):
+def test_a_layer_that_does_something_else_the_second_time_is_an_error(j, again, message):
     layers = [nn.Tanh(), nn.Tanh()]
     layers[j] = Do(lambda x: again(x) if is_recomputing() else x.exp().sin())
     pipe = pipe_of(nn.Sequential(*layers), checkpoint="always")
     y = pipe(torch.randn(8, 3, requires_grad=True))
-    with pytest.raises(RuntimeError, match=rf"stage {j} .*stored other tensors") as caught:
+    with pytest.raises(RuntimeError, match=rf"{j} .*{message}") as caught:
         y.sum().backward()
     assert "is_recomputing()" in str(caught.value)
+
+
+class Counts(nn.Module):
+    """Computes by how often it was called, which it keeps in a place of its own."""
+
+    def __init__(self, give):
+        super().__init__()
+        self.linear, self.give, self.calls = nn.Linear(3, 3), give, []
+
+    def forward(self, x):
+        self.calls.append(len(x))
+        return self.give(self.linear(x), 1 / len(self.calls))
+
+
+@skippable(stash=["far"])
+class Stashes(Counts):
+    def forward(self, x):
+        yield stash("far", super().forward(x))
+        return x
+
+
+@skippable(pop=["far"])
+class Pops(nn.Module):
+    def forward(self, x):
+        return x + (yield pop("far"))
+
+
+COUNTERS = {
+    "a number": lambda: Counts(lambda x, number: x * number),
+    "rows": lambda: Counts(lambda x, number: x.roll(int(1 / number), 0)),
+    "a dict": lambda: nn.Sequential(Counts(lambda x, number: {"x": x, "more": [x * number]})),
+    "complex": lambda: Counts(lambda x, number: torch.complex(x, x * number).conj()),
+    "a skip": lambda: Stashes(lambda x, number: x * number),
+}
+
+
+def step_of(pipe, driver, x):
+    if driver == "pipe(x)":
+        pipe(x).sum().backward()
+    else:
+        pipe.train_batch(x, loss_fn=torch.sum, verify=False)
+
+
+@pytest.mark.parametrize("driver", ["pipe(x)", "train_batch"])
+@pytest.mark.parametrize("mode", ["always", "except_last", [0, 1]])
+@pytest.mark.parametrize("kind", COUNTERS)
+def test_what_counts_its_calls_is_refused(kind, mode, driver):
+    last = Pops() if kind == "a skip" else Do(lambda y: tensors_in(y)[-1].abs())
+    layers = nn.Sequential(nn.Linear(3, 3), COUNTERS[kind](), last)
+    pipe = pipe_of(layers, [2, 1], checkpoint=mode, chunks=3)
+    with pytest.raises(RuntimeError, match="gave something else when it was recomputed"):
+        step_of(pipe, driver, torch.randn(21, 3, requires_grad=True))
+
+
+@pytest.mark.parametrize("driver", ["pipe(x)", "train_batch"])
+def test_a_hook_of_a_partition_that_counts_is_refused(driver):
+    pipe = pipe_of(nn.Sequential(nn.Linear(3, 3), nn.Tanh()), checkpoint="always")
+    calls: list[None] = []
+    pipe.partitions[0].register_forward_hook(
+        lambda *given: (calls.append(None), given[-1] * len(calls))[1]
+    )
+    with pytest.raises(
+        RuntimeError, match=r"stage 0 .* gave something else when it was recomputed"
+    ):
+        step_of(pipe, driver, torch.randn(21, 3, requires_grad=True))
 
 
 # TorchScript. Since Python 3.13 torch.jit.script keeps the frames that call it, with what their
