@@ -120,7 +120,7 @@ class Changes:
         """Goes by the modules that there are now: some may have come in since the last call."""
         owners = [module for module in modules if module._buffers]
         if owners != self.owners:  # those that are gone may die
-            there = {(module, name) for module in owners for name in [*module._buffers]}
+            there = {(module, name) for module in owners for name, _ in module._buffers.items()}
             self.owners, self.changing = owners, self.changing & there
             self.copied, self.steady = self.copied & there, self.steady & there
         self.renorming = [
@@ -253,7 +253,13 @@ def _other_modules(then: list[nn.Module], now: list[nn.Module], where: object) -
     )
 
 
-def _copy(buffer: Tensor, made: dict[int, Tensor]) -> Tensor:
+def is_small(buffer: Tensor) -> bool:
+    """Whether a buffer is copied instead of looked at: its version may also be that of others."""
+    size = buffer.numel() * buffer.itemsize
+    return not buffer.requires_grad and (size <= SMALL or is_part(buffer))
+
+
+def copy_of(buffer: Tensor, made: dict[int, Tensor]) -> Tensor:
     """A copy of a buffer; one that two modules share stays one."""
     if id(buffer) not in made:
         made[id(buffer)] = buffer.detach().clone()
@@ -317,12 +323,8 @@ class Recomputation:
                     continue
                 elif is_lazy(buffer):
                     self._lazy.append(place)
-                elif not buffer.requires_grad and (
-                    buffer.numel() * buffer.itemsize <= SMALL
-                    or place in changes.copied
-                    or is_part(buffer)
-                ):
-                    self._copies[place] = _copy(buffer, made)
+                elif is_small(buffer) or (place in changes.copied and not buffer.requires_grad):
+                    self._copies[place] = copy_of(buffer, made)
                 else:
                     self._note(place, buffer, may_keep)
 
@@ -357,7 +359,7 @@ class Recomputation:
         self._look()
         for module, name in self._lazy:  # it has its first value now, which is as good
             if (buffer := module._buffers[name]) is not None:
-                self._copies[module, name] = _copy(buffer, made)
+                self._copies[module, name] = copy_of(buffer, made)
         return outputs
 
     def _look(self) -> None:
@@ -435,7 +437,7 @@ class Recomputation:
         for (module, name), buffer, version, copy, _ in self._noted:
             changed = (module, name) in self._changed
             if copy is not None and (changed or version_of(buffer) != version):
-                kept = _copy(copy.copy, made) if changed else copy.copy
+                kept = copy_of(copy.copy, made) if changed else copy.copy
                 swaps.append((module._buffers, name, kept))
             elif version_of(buffer) != version:
                 raise self._lost((module, name), buffer)
@@ -443,7 +445,7 @@ class Recomputation:
                 swaps.append((module._buffers, name, buffer))
         for (module, name), kept in self._copies.items():
             if name in module._buffers:
-                swaps.append((module._buffers, name, _copy(kept, made) if keep else kept))
+                swaps.append((module._buffers, name, copy_of(kept, made) if keep else kept))
         for embedding in changes.renorming:
             swaps.append((embedding.__dict__, "max_norm", None))
         return swaps

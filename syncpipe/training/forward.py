@@ -22,10 +22,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
+from torch.nn.parameter import is_lazy
 
 from syncpipe.data import described, gather, map_tensors, scatter, tensors_in
 from syncpipe.runtime.graph import captured, go_back
-from syncpipe.runtime.interrupts import undone
+from syncpipe.runtime.interrupts import Swap, undone
+from syncpipe.runtime.recomputation import copy_of, is_small, version_of
 from syncpipe.runtime.streams import moved
 from syncpipe.schedules.named import build
 from syncpipe.schedules.schedule import Devices
@@ -110,7 +112,16 @@ class Captured(Leaves):
         self._found: list[dict[int, Tensor]] = [{} for _ in stages]  # those of no module
         self._own: list[list[Tensor]] = [[] for _ in stages]  # by number: what is captured
         self._given: list[tuple[Tensor, list[tuple[int, Tensor]]]] = []
-        self._places: list[tuple[dict[str, Any], str, Any]] = []
+        self._places: list[tuple[Any, str, Any]] = []
+        #: The buffers before the first forward, their versions, and copies of small ones.
+        self._before: list[tuple[nn.Module, str, Tensor, int, Tensor | None]] = []
+        made: dict[int, Tensor] = {}
+        for stage in stages[: call.pipeline.n]:
+            for module in stage.partition.modules():
+                for name, buffer in module._buffers.items() if module._buffers else ():
+                    if buffer is not None and not is_lazy(buffer):
+                        copied = copy_of(buffer, made) if is_small(buffer) else None
+                        self._before.append((module, name, buffer, version_of(buffer), copied))
         self.waits = [() for _ in stages]  # nothing is added to any leaf
         self._sums: list[dict[int, Tensor]] = []
         self._summed: list[set[int]] = []  # the leaves whose sum was made here: nobody else has it
@@ -150,8 +161,7 @@ class Captured(Leaves):
                 foreign = set() if ties is None else ties.foreign(j)
                 own |= {id(t): t for t in _tensors_of(stage.partition) if id(t) not in foreign}
                 for module in stage.partition.modules():
-                    for held in (module._parameters, module._buffers):
-                        self._places += [(held, name, tensor) for name, tensor in held.items()]
+                    self._places += [(module._parameters, *p) for p in module._parameters.items()]
             for tensor in own.values():
                 if tensor.requires_grad:
                     found = id(tensor) in self._found[j]
@@ -221,12 +231,20 @@ class Captured(Leaves):
     def recorded(self, grads: Sequence[Tensor | None], inputs: Sequence[Tensor]) -> list[Any]:
         """The same with a graph of its own: of the layers, which run again.
 
-        In the modules are then parameters as they were, and copies of buffers.
+        In the modules are then parameters as they were, and copies of buffers before the forward.
         """
-        call, swaps = self._call, []
-        for held, name, tensor in self._places:
-            stays = tensor is None or tensor.requires_grad or isinstance(tensor, nn.Parameter)
-            swaps.append((held, name, tensor if stays else tensor.clone()))
+        call, swaps, made = self._call, list[Swap](self._places), dict[int, Tensor]()
+        for module, name, buffer, version, copied in self._before:
+            if copied is None and version_of(buffer) != version:
+                raise RuntimeError(
+                    f"the buffer {name!r} ({described(buffer)}) of a {type(module).__name__} was "
+                    "modified in place in the forward, or since, and a backward with create_graph "
+                    "computes the layers again from what it was: call the pipe, and backward, "
+                    "under syncpipe.inline(graph=True)"
+                )
+            if not buffer.requires_grad:
+                buffer = copy_of(buffer if copied is None else copied, made)
+            swaps.append((module._buffers, name, buffer))
         with torch.enable_grad():
             modes: Any = ("never",) * call.pipeline.n
             outputs = plain(call.pipeline, self._micro_batches, modes, seed=call.seed, swaps=swaps)

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import threading
 from contextlib import nullcontext
+from functools import partial
 
 import pytest
 import torch
 from torch import nn
+from torch.nn.utils.parametrizations import spectral_norm
 
 from syncpipe import inline
 from tests.support.models import in_turn
@@ -298,3 +300,54 @@ def test_sparse_and_dense_gradients_of_one_parameter(mode, first, x):
         weigh(run(x)).backward()
         found.append([weight.grad.to_dense(), leaf.grad.to_dense()])
     torch.testing.assert_close(*found)
+
+
+class Centered(nn.Module):
+    """Moves a buffer, which may be large, in each forward."""
+
+    def __init__(self, move, size=6):
+        super().__init__()
+        self.linear, self.move = nn.Linear(6, 6), move
+        self.register_buffer("center", torch.zeros(size))
+
+    def forward(self, x):
+        with torch.no_grad():
+            self.move(self, x.mean())
+        return (self.linear(x) - self.center[:6].clone()).tanh()
+
+
+def in_place(layer, mean):
+    layer.center.mul_(0.5).add_(mean)
+
+
+def past_its_version(layer, mean):
+    layer.center.data.mul_(0.5).add_(mean)
+
+
+def by_another(layer, mean):
+    layer.center = layer.center * 0.5 + mean
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: spectral_norm(nn.Linear(6, 6)),
+        lambda: nn.Sequential(nn.BatchNorm1d(6), nn.Tanh()),
+        *[partial(Centered, move) for move in (in_place, past_its_version, by_another)],
+        *[partial(Centered, move, 1 << 16) for move in (in_place, by_another)],
+    ],
+)
+def test_a_gradient_penalty_is_of_buffers_as_they_were_before_the_forward(mode, make, x):
+    pipe, plain, layers = beside(mode, nn.Sequential(make(), nn.Tanh(), make()), [1, 2])
+    found = []
+    for run, module in ((plain, layers), (pipe, pipe)):
+        given = x.clone().requires_grad_()
+        y = run(given)
+        refused = (
+            run is pipe and len(getattr(layers[0], "center", ())) > 6 and make.args[0] is in_place
+        )
+        with pytest.raises(RuntimeError, match=r"graph=True") if refused else nullcontext():
+            (grad,) = torch.autograd.grad(y.sum(), given, create_graph=True)
+            (grad.square().sum() + y.sum()).backward()
+            found.append([given.grad, *grads(module), *[b.clone() for b in module.buffers()]])
+    assert_same(found, found[:1] * len(found), rounded=True)
