@@ -6,23 +6,22 @@ model = syncpipe.Pipe(nn.Sequential(a, b, c, d), balance=[2, 2], chunks=8)
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from syncpipe.balance import balance_by_time
-from syncpipe.data import NoChunk
-from syncpipe.layers.conversion.sequential import sequential
-from syncpipe.layers.listing import LayerSpec, TiedLayerSpec
-from syncpipe.layers.unpack import PipeSequential
-from syncpipe.options import Selective
-from syncpipe.pipe import Pipe
-from syncpipe.planner import Plan, plan
-from syncpipe.runtime.recomputation import is_checkpointing, is_recomputing
-from syncpipe.runtime.thread_state import inline
-from syncpipe.runtime.worker import Worker
-from syncpipe.skip import pop, skippable, stash
-from syncpipe.training.sources import RepeatingLoader
-from syncpipe.verification.check import verify
-
 if TYPE_CHECKING:
+    from syncpipe.balance import balance_by_time
+    from syncpipe.data import NoChunk
     from syncpipe.distributed import data_parallel
+    from syncpipe.layers.conversion.sequential import sequential
+    from syncpipe.layers.listing import LayerSpec, TiedLayerSpec
+    from syncpipe.layers.unpack import PipeSequential
+    from syncpipe.options import Selective
+    from syncpipe.pipe import Pipe
+    from syncpipe.planner import Plan, plan
+    from syncpipe.runtime.recomputation import is_checkpointing, is_recomputing
+    from syncpipe.runtime.thread_state import inline
+    from syncpipe.runtime.worker import Worker
+    from syncpipe.skip import pop, skippable, stash
+    from syncpipe.training.sources import RepeatingLoader
+    from syncpipe.verification.check import verify
 
 __version__ = "0.1.0"
 
@@ -51,12 +50,32 @@ __all__ = [
 
 #: The packages that people import from.
 _PACKAGES = ("balance", "distributed", "planner", "schedules", "skip", "timeline")
+#: Where names are from. They are imported when they are asked for, and with them PyTorch, which
+#: takes seconds.
+_HOMES = {
+    "balance": ("balance_by_time",),
+    "data": ("NoChunk",),
+    "layers.conversion.sequential": ("sequential",),
+    "layers.listing": ("LayerSpec", "TiedLayerSpec"),
+    "layers.unpack": ("PipeSequential",),
+    "options": ("Selective",),
+    "pipe": ("Pipe",),
+    "planner": ("Plan", "plan"),
+    "runtime.recomputation": ("is_checkpointing", "is_recomputing"),
+    "runtime.thread_state": ("inline",),
+    "runtime.worker": ("Worker",),
+    "skip": ("pop", "skippable", "stash"),
+    "training.sources": ("RepeatingLoader",),
+    "verification.check": ("verify",),
+    "distributed": ("data_parallel",),
+}
 
 
 def __getattr__(name: str) -> Any:
-    # What most people do not need, and what takes longer to import than all else: PyTorch's stages.
-    if name == "data_parallel":
-        return import_module("syncpipe.distributed").data_parallel
+    for home, names in _HOMES.items():
+        if name in names:
+            found = globals()[name] = getattr(import_module(f"syncpipe.{home}"), name)
+            return found
     if name in _PACKAGES:
         return import_module(f"syncpipe.{name}")
     raise AttributeError(f"module 'syncpipe' has no attribute {name!r}")

@@ -1,20 +1,40 @@
 """The command line: ``python -m syncpipe COMMAND``, or, installed, ``syncpipe COMMAND``."""
 
 import argparse
+import difflib
 import os
 import platform
 import sys
 from collections.abc import Sequence
+from importlib import import_module, metadata
 from pathlib import Path
-
-import torch
+from typing import Any
 
 import syncpipe
-from syncpipe.commands import demo, plan
 
 __all__ = ["main"]
 
 _INTERRUPTED, _NO_READER = 130, 141  # as shells say it
+
+
+_COMMANDS = {
+    "demo": "plan, check, train and measure a small model on handwritten digits (half a minute)",
+    "plan": "find how to cut a model and run it on several devices, here or elsewhere",
+}
+
+
+class _Command(argparse.ArgumentParser):
+    """Guesses what was meant by an option that there is not."""
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        known = self._option_string_actions
+        for word in args or ():
+            name = word.partition("=")[0]
+            if name.startswith("--") and not any(option.startswith(name) for option in known):
+                close = difflib.get_close_matches(name, known, n=1)
+                guess = f": did you mean {close[0]}?" if close else ""
+                self.error(f"unrecognized argument {name}{guess}")
+        return super().parse_known_args(args, namespace)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -31,18 +51,19 @@ def main(argv: Sequence[str] | None = None) -> int:
         epilog="Each command says more with --help. How to wrap and train a model of your own: "
         "README.md and docs/guide.md.",
     )
-    versions = f"PyTorch {torch.__version__}, Python {platform.python_version()}"
+    versions = f"PyTorch {metadata.version('torch')}, Python {platform.python_version()}"
     version = f"syncpipe {syncpipe.__version__} ({versions})"
     parser.add_argument("--version", action="version", version=version)
-    commands = parser.add_subparsers(dest="command", metavar="COMMAND", title="commands")
-    about = "plan, check, train and measure a small model on handwritten digits (half a minute)"
-    command = commands.add_parser("demo", help=about, description=demo.__doc__)
-    demo.add_arguments(command)
-    command.set_defaults(run=demo.run)
-    about = "find how to cut a model and run it on several devices, here or elsewhere"
-    command = commands.add_parser("plan", help=about, description=plan.__doc__)
-    plan.add_arguments(command)
-    command.set_defaults(run=plan.run)
+    commands = parser.add_subparsers(
+        dest="command", metavar="COMMAND", title="commands", parser_class=_Command
+    )
+    for name, about in _COMMANDS.items():
+        command = commands.add_parser(name, help=about)
+        if name in (sys.argv[1:] if argv is None else argv):  # PyTorch takes seconds to be imported
+            module = import_module(f"syncpipe.commands.{name}")
+            command.description = module.__doc__
+            module.add_arguments(command)
+            command.set_defaults(run=module.run)
 
     args = parser.parse_args(argv)
     if args.command is None:

@@ -7,28 +7,10 @@ which are printed with what they will take. The layers are measured here; the de
 from __future__ import annotations
 
 import argparse
-import json
-import pkgutil
-import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
-from functools import partial
+from collections.abc import Callable
+from importlib import import_module
 from pathlib import Path
 from typing import Any
-
-import torch
-from torch import nn
-
-from syncpipe.balance import DEVICES, Profile
-from syncpipe.layers.conversion.sequential import sequential
-from syncpipe.planner import NoPlan, plan
-from syncpipe.planner.machine import machine_of
-from syncpipe.planner.planning import layers_of
-from syncpipe.planner.search import ANY, TITLES
-
-#: Arguments that go to the plan as they are.
-_PASSED = ("batch_size", "memory", "bandwidth", "host_bandwidth", "chunks", "stages", "schedule",
-           "param_scale", "replicas")  # fmt: skip
 
 
 def whole_number(least: int, most: float = float("inf")) -> Callable[[str], int]:
@@ -41,6 +23,16 @@ def whole_number(least: int, most: float = float("inf")) -> Callable[[str], int]
         return int(text)
 
     return read
+
+
+def seconds(text: str) -> float:
+    """A type of arguments: 0 or more."""
+    try:
+        if (number := float(text)) >= 0:
+            return number
+    except ValueError:
+        pass
+    raise argparse.ArgumentTypeError(f"{text!r} is not a number of seconds from 0")
 
 
 def file_to_write(*suffixes: str) -> Callable[[str], Path]:
@@ -66,7 +58,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--sample", type=_sample, metavar="SHAPE[:DTYPE]", help=words)
     words = "JSON with what the layers cost: read if there is no model, else written"
     add("--profile", type=file_to_write(), metavar="FILE", help=words)
-    words = 'such as "4 x 24GB, 12GB/s", or those of this machine: cuda:0,cuda:1, or their number'
+    words = 'such as "4 x 24GB, 12GB/s" or "8 x H100, 450GB/s"; or those here: cuda:0,cuda:1, or 2'
     add("--devices", required=True, metavar="DEVICES", help=words)
     add("--batch-size", type=count, required=True, metavar="N")
     add("--memory", metavar="SIZE", help="of each device, such as 20GB")
@@ -75,14 +67,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--host-bandwidth", metavar="SPEED", help=words)
     add("--chunks", type=count, metavar="M", help="so many micro-batches")
     add("--stages", type=count, metavar="N", help="so many stages")
-    words = f"this schedule only: {', '.join(TITLES)}; or {ANY}, the fastest (default: 1f1b)"
-    add("--schedule", choices=[*TITLES, ANY], metavar="NAME", help=words)
+    words = "this schedule only, such as zb_h1; or any, the fastest of all (default: 1f1b)"
+    add("--schedule", metavar="NAME", help=words)
     words = "bytes for each byte of a parameter, gradient and optimizer state included (default: 4)"
     add("--param-scale", type=float, metavar="X", help=words)
     words = "to measure for (default: %(default)s)"
-    add("--timeout", type=float, default=5.0, metavar="SECONDS", help=words)
+    add("--timeout", type=seconds, default=5.0, metavar="SECONDS", help=words)
     add("--replicas", action="store_true", help="PipeDream's plan: devices may share a stage")
-    words = f"estimate times for this device instead of measuring here: {', '.join(DEVICES)}"
+    words = "estimate times for this device, such as A100-80GB, instead of measuring here"
     add("--on", metavar="NAME", help=words)
     words = "the part of that device's peak that matrix products reach (default: 0.5)"
     add("--efficiency", type=float, metavar="X", help=words)
@@ -93,100 +85,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--save", type=file_to_write(".html"), metavar="FILE", help=words)
 
 
-#: An argument that does not fit.
-_Refused = partial(argparse.ArgumentError, None)
-
-
-@contextmanager
-def _refusing(*errors: type[Exception], what: str = "") -> Iterator[None]:
-    """Where these errors are about an argument."""
-    try:
-        yield
-    except (NoPlan, argparse.ArgumentError):
-        raise
-    except errors as error:
-        kind = "" if isinstance(error, OSError | ValueError) else f"{type(error).__name__}: "
-        notes = "".join(f" ({note})" for note in getattr(error, "__notes__", [])[:1])
-        raise _Refused(" ".join(f"{what}{kind}{error}{notes}".split())) from error
-
-
 def run(args: argparse.Namespace) -> int:
     """Perform the command; return 0, or 2 for arguments that do not fit, or 1 if no plan does."""
-    try:
-        _run(args)
-    except (NoPlan, argparse.ArgumentError) as error:
-        print(f"python -m syncpipe plan: {error}", file=sys.stderr)
-        return 1 if isinstance(error, NoPlan) else 2
-    return 0
+    status: int = import_module("syncpipe.commands.planning").run(args)  # and with it PyTorch
+    return status
 
 
-def _run(args: argparse.Namespace) -> None:
-    wrong = ArithmeticError, LookupError, RuntimeError, TypeError, ValueError
-    with _refusing(*wrong, what=f"--devices {args.devices}: "):  # before minutes go by
-        machine_of(args.devices, memory=args.memory, bandwidth=args.bandwidth)
-    layers = _read(args) if args.model is None else _measured(args)
-    with _refusing(TypeError, ValueError):
-        options = {name: getattr(args, name) for name in _PASSED}
-        found = plan(layers, devices=args.devices, **options)
-    print(json.dumps(found.as_dict(), indent=1) if args.json else found)
-    with _refusing(ImportError, OSError):
-        if args.picture is not None:
-            found.timeline().save(args.picture)
-        if args.save is not None:
-            found.save(args.save)
+def _sample(text: str) -> tuple[list[int], Any]:
+    import torch
 
-
-def _read(args: argparse.Namespace) -> Profile:
-    if args.profile is None:
-        raise _Refused("give a model (package.module:factory) or a --profile to read")
-    for option in ("sample", "on", "efficiency"):
-        if getattr(args, option) is not None:
-            raise _Refused(f"--{option}: a profile that is read needs none")
-    with _refusing(OSError, ValueError):
-        return Profile.load(args.profile)
-
-
-def _measured(args: argparse.Namespace) -> Profile:
-    """What the layers of the model cost."""
-    if args.on is None and args.efficiency is not None:
-        raise _Refused("--efficiency is of a device to estimate for: give --on")
-    with torch.device("meta") if args.on is not None else nullcontext():
-        module, sample = _model(args.model)
-    if sample is None and args.sample is None:
-        raise _Refused("--sample is missing: which shape has a micro-batch? Such as 64x3x224x224")
-    wrong = (TypeError, ValueError) if args.sample is None else (Exception,)
-    with _refusing(*wrong, what="the model cannot be measured with this sample: "):
-        if args.sample is not None:
-            shape, dtype = args.sample
-            own = module.parameters() if isinstance(module, nn.Module) else ()
-            place = "meta" if args.on is not None else next((p.device for p in own), "cpu")
-            floating = dtype.is_floating_point or dtype.is_complex
-            sample = (torch.randn if floating else torch.zeros)(shape, dtype=dtype, device=place)
-        if not isinstance(module, nn.Sequential | list):
-            module = sequential(module, sample, verify=args.on is None)
-        found = layers_of(
-            module, sample, devices=args.devices, timeout=args.timeout, on=args.on,
-            efficiency=args.efficiency,
-        )  # fmt: skip
-    if args.profile is not None:
-        found.save(args.profile)
-    return found
-
-
-def _model(name: str) -> tuple[Any, Any]:
-    """The model behind ``package.module:factory``, and a sample if there is one."""
-    no_name = f"{name!r} is no package.module:factory"
-    with _refusing(AttributeError, ImportError, ValueError, what=f"{no_name}: "):
-        found = pkgutil.resolve_name(name)
-    if callable(found) and not isinstance(found, nn.Module):
-        found = found()
-    module, sample = found if isinstance(found, tuple) and len(found) == 2 else (found, None)
-    if not isinstance(module, nn.Module | list):
-        raise _Refused(f"{no_name} of a model: it gives a {type(module).__name__}")
-    return module, sample
-
-
-def _sample(text: str) -> tuple[list[int], torch.dtype]:
     shape, _, name = text.partition(":")
     dtype = getattr(torch, name or "float32", None)
     sizes = [int(size) if size.isdecimal() else 0 for size in shape.lower().split("x")]

@@ -4,7 +4,8 @@ Devices are described in words, ``"8 x 16GB, 12GB/s"``, eight of 16 GB each with
 two, or they are here and measured:
 
     devices   one or more of these, with "+" between them, then a comma and a bandwidth
-    one       "80GB", or faster than what layers are measured on, "80GB @ 2.0"
+    one       "80GB" or "H100" (``syncpipe.balance.DEVICES``), or faster than what layers are
+              measured on, "80GB @ 2.0"
     several   "8 x 80GB", or machines with links of their own, "16 x (8 x 80GB, 300GB/s)"
 
 Sizes are in bytes, times in seconds.
@@ -26,6 +27,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
+from syncpipe.balance.estimate import DEVICES
 from syncpipe.balance.measure import RESERVE, measure_memory, stopwatch
 from syncpipe.data import storage_of
 from syncpipe.layers.placement import check_devices, default_devices, resolve_workers
@@ -265,6 +267,17 @@ _DEVICES = re.compile(
 )
 
 
+def _memory_of(what: str, text: str) -> float:
+    """Bytes, or those of a device in the table."""
+    name = text.strip().lower()
+    known = [one for one in DEVICES if name and one.lower().startswith(name)]
+    if len(known) > 1 and name not in map(str.lower, known):
+        raise ValueError(f"{what}={text!r} could be {' or '.join(known)}: name one of them")
+    if not known:
+        return number_of(what, text, BYTES)
+    return DEVICES[next((one for one in known if one.lower() == name), known[0])].memory
+
+
 def _described(text: str, bandwidth: Any = None, whole: str = "") -> Machine:
     """The machine of a description, or of what stands between parentheses in a whole one; what
     links the devices may be given besides.
@@ -278,7 +291,7 @@ def _described(text: str, bandwidth: Any = None, whole: str = "") -> Machine:
         if inside is not None:
             part = _described(inside, whole=whole or text)
         else:
-            size = number_of(f"{what}: memory", memory, BYTES)
+            size = _memory_of(f"{what}: memory", memory)
             factor = number_of(f"{what}: speed", "1" if speed is None else speed, FACTOR)
             part = Machine((size,), ((math.inf,),), speed=(factor,))
         number = int(count) if re.fullmatch(r"\d{1,4}", count := (count or "1").strip()) else 0

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import json
+import subprocess
 import sys
 from importlib import import_module
 from pathlib import Path
@@ -57,6 +58,16 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
     assert torch.__version__ in shown
 
 
+@pytest.mark.parametrize("asked", [["--version"], ["--help"], ["plan", "--help"]])
+def test_what_only_says_something_does_not_wait_for_pytorch(asked: list[str]) -> None:
+    code = (
+        "import sys; from syncpipe.commands.main import main\n"
+        f"try: main({asked})\n"
+        "except SystemExit: assert 'torch' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT, stdout=subprocess.DEVNULL)
+
+
 @pytest.mark.parametrize(
     ("argv", "reason"),
     [
@@ -64,12 +75,16 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
         (["--verison"], "--verison"),
         (["demo", "--epochs", "0"], "argument --epochs: '0' is not a whole number from 1 to"),
         (["demo", "--epochs", "two"], "argument --epochs: 'two'"),
+        (["plan", "--batchsize", "8"], "argument --batchsize: did you mean --batch-size?"),
+        (["demo", "--epoch=3", "--device", "--nothing"], "unrecognized argument --nothing"),
         *(
             (["plan", "model", "--devices=2", "--batch-size=8", option, value], reason)
             for option, value, reason in (
                 ("--sample", "8x", "'8x' is no shape"),
                 ("--sample", "0x3", "'0x3' is no shape"),
                 ("--sample", "8x3:float33", "is no shape such as"),
+                ("--timeout", "-1", "'-1' is not a number of seconds from 0"),
+                ("--timeout", "nan", "'nan' is not a number of seconds"),
                 ("--chunks", "0", "'0' is not a whole number from 1"),
                 ("--picture", "no/such/step.svg", "is no file in a folder that is there"),
                 ("--picture", "step.gif", "must end in .svg or .png or .json"),
@@ -210,7 +225,6 @@ def test_a_plan_of_any_kind_is_printed_saved_and_drawn(
             ("--memory", "much", "much"),
             ("--on", "abacus", "on='abacus' is unknown"),
             ("--efficiency", "0.3", "give --on"),
-            ("--timeout", "-1", "timeout=-1.0"),
             ("--param-scale", "0", "param_scale=0.0: must be"),
         )),
         ("factory", ["--sample", "8x3", "--on", "H100", "--efficiency", "nan"], "nan"),

@@ -48,6 +48,10 @@ def test_devices_in_words() -> None:
     four = Machine.even(4, 24 * 2**30, 12e9)
     for text in ("4x24GiB,12GB/s", "4 X 24gib , 12 GB/s", " 4 * 24 GiB, 96Gbit/s"):
         assert machine_of(text) == four
+    assert machine_of("8 x h100, 450GB/s") == Machine.even(8, 80e9, 450e9)
+    assert machine_of("2 x A100-40GB @ 2, 1GB/s").memory == (40e9,) * 2
+    with pytest.raises(ValueError, match="'A100' could be A100-40GB or A100-80GB"):
+        machine_of("2 x A100, 1GB/s")
     assert machine_of("16GB") == Machine.even(1, 16e9)  # one device needs no bandwidth
     assert machine_of("8 x 16GB", bandwidth="12GB/s") == Machine.even(8, 16e9, 12e9)
     machine = machine_of("2 x 80GB @ 2.0 + 24GB + 2 x 24GB, 12GB/s")

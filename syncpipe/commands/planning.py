@@ -1,0 +1,118 @@
+"""What ``python -m syncpipe plan`` does, which needs PyTorch."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import pkgutil
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+
+from syncpipe.balance import Profile
+from syncpipe.layers.conversion.sequential import sequential
+from syncpipe.planner import NoPlan, plan
+from syncpipe.planner.machine import machine_of
+from syncpipe.planner.planning import layers_of
+
+#: Arguments that go to the plan as they are.
+_PASSED = ("batch_size", "memory", "bandwidth", "host_bandwidth", "chunks", "stages", "schedule",
+           "param_scale", "replicas")  # fmt: skip
+
+
+#: An argument that does not fit.
+_Refused = partial(argparse.ArgumentError, None)
+
+
+@contextmanager
+def _refusing(*errors: type[Exception], what: str = "") -> Iterator[None]:
+    """Where these errors are about an argument."""
+    try:
+        yield
+    except (NoPlan, argparse.ArgumentError):
+        raise
+    except errors as error:
+        kind = "" if isinstance(error, OSError | ValueError) else f"{type(error).__name__}: "
+        notes = "".join(f" ({note})" for note in getattr(error, "__notes__", [])[:1])
+        raise _Refused(" ".join(f"{what}{kind}{error}{notes}".split())) from error
+
+
+def run(args: argparse.Namespace) -> int:
+    """Perform the command; return 0, or 2 for arguments that do not fit, or 1 if no plan does."""
+    try:
+        _run(args)
+    except (NoPlan, argparse.ArgumentError) as error:
+        print(f"python -m syncpipe plan: {error}", file=sys.stderr)
+        return 1 if isinstance(error, NoPlan) else 2
+    return 0
+
+
+def _run(args: argparse.Namespace) -> None:
+    wrong = ArithmeticError, LookupError, RuntimeError, TypeError, ValueError
+    with _refusing(*wrong, what=f"--devices {args.devices}: "):  # before minutes go by
+        machine_of(args.devices, memory=args.memory, bandwidth=args.bandwidth)
+    layers = _read(args) if args.model is None else _measured(args)
+    with _refusing(TypeError, ValueError):
+        options = {name: getattr(args, name) for name in _PASSED}
+        found = plan(layers, devices=args.devices, **options)
+    print(json.dumps(found.as_dict(), indent=1) if args.json else found)
+    with _refusing(ImportError, OSError):
+        if args.picture is not None:
+            found.timeline().save(args.picture)
+        if args.save is not None:
+            found.save(args.save)
+
+
+def _read(args: argparse.Namespace) -> Profile:
+    if args.profile is None:
+        raise _Refused("give a model (package.module:factory) or a --profile to read")
+    for option in ("sample", "on", "efficiency"):
+        if getattr(args, option) is not None:
+            raise _Refused(f"--{option}: a profile that is read needs none")
+    with _refusing(OSError, ValueError):
+        return Profile.load(args.profile)
+
+
+def _measured(args: argparse.Namespace) -> Profile:
+    """What the layers of the model cost."""
+    if args.on is None and args.efficiency is not None:
+        raise _Refused("--efficiency is of a device to estimate for: give --on")
+    with torch.device("meta") if args.on is not None else nullcontext():
+        module, sample = _model(args.model)
+    if sample is None and args.sample is None:
+        raise _Refused("--sample is missing: which shape has a micro-batch? Such as 64x3x224x224")
+    wrong = (TypeError, ValueError) if args.sample is None else (Exception,)
+    with _refusing(*wrong, what="the model cannot be measured with this sample: "):
+        if args.sample is not None:
+            shape, dtype = args.sample
+            own = module.parameters() if isinstance(module, nn.Module) else ()
+            place = "meta" if args.on is not None else next((p.device for p in own), "cpu")
+            floating = dtype.is_floating_point or dtype.is_complex
+            sample = (torch.randn if floating else torch.zeros)(shape, dtype=dtype, device=place)
+        if not isinstance(module, nn.Sequential | list):
+            module = sequential(module, sample, verify=args.on is None)
+        found = layers_of(
+            module, sample, devices=args.devices, timeout=args.timeout, on=args.on,
+            efficiency=args.efficiency,
+        )  # fmt: skip
+    if args.profile is not None:
+        found.save(args.profile)
+    return found
+
+
+def _model(name: str) -> tuple[Any, Any]:
+    """The model behind ``package.module:factory``, and a sample if there is one."""
+    no_name = f"{name!r} is no package.module:factory"
+    with _refusing(AttributeError, ImportError, ValueError, what=f"{no_name}: "):
+        found = pkgutil.resolve_name(name)
+    if callable(found) and not isinstance(found, nn.Module):
+        found = found()
+    module, sample = found if isinstance(found, tuple) and len(found) == 2 else (found, None)
+    if not isinstance(module, nn.Module | list):
+        raise _Refused(f"{no_name} of a model: it gives a {type(module).__name__}")
+    return module, sample
