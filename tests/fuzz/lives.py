@@ -22,10 +22,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
+from benchmarks.overhead import calls_per_cell
 from syncpipe import Pipe, inline
 from tests.fuzz.cases import ALIKE, Call, Case
-from tests.fuzz.models import KINDS, Chain, Model, drawn_model, leaves
+from tests.fuzz.models import KINDS, TABLE, Chain, Model, drawn_model, leaves
 from tests.fuzz.runs import (
     Place,
     batch,
@@ -50,7 +52,7 @@ __all__ = ["Life", "Story", "check", "drawn_story", "shrunk"]
 #: function knows is not copied with it.
 _LEFT_OUT = {"noisy_hook", "noisy_parameter_hook", "fork_rng_hook", "closure", "own_forward"}
 #: What a pipe may refuse, by the kinds of layers.
-_REFUSED: dict[str, str] = {}
+_REFUSED = dict.fromkeys(("counted", "remembered"), "when it was recomputed")
 
 
 class Failure(Exception):
@@ -278,6 +280,28 @@ class Life:
         self._optimizers, self._handles = None, []
         self._compare(known=False)
 
+    def end(self) -> None:
+        """A call takes no more Python than one of a fresh pipe, and copies nothing that is large.
+
+        Both have seen these layers twice, so that what they learned of earlier calls is forgotten.
+        """
+        pipe, taken = self.pipe, []
+        fresh = Pipe(
+            pipe[:], pipe.balance, devices=pipe.devices, replicas=pipe.replicas,
+            chunks=pipe.chunks, checkpoint=pipe.checkpoint, schedule=pipe.schedule,
+        )  # fmt: skip
+        fresh.training = pipe.training
+        with suppressed(self._may_refuse), inline():
+            for one in (fresh, pipe):
+                run = partial(one.train_batch, batch(6, 0, False), loss_fn=weigh, verify=False)
+                with _Large(pipe) as large:
+                    run(), run()
+                    large.made = 0
+                    run()
+                taken.append((large.made, min(calls_per_cell(run, 1) for _ in range(2))))
+            assert taken[1] <= taken[0], f"(copies, calls): {taken[1]}, of a fresh pipe {taken[0]}"
+            assert not large.made
+
     # --- how -------------------------------------------------------------------------------------
 
     @property
@@ -427,7 +451,7 @@ def _hook(layer: nn.Module, kind: str) -> list[Any]:
     return [p.register_hook(lambda g: None if g is None else g * 0.5) for p in known]
 
 
-_TREES = ("fork", "twice", "weighs", "center", "send", "send_int", "send_none")
+_TREES = ("fork", "twice", "weighs", "center", "send", "send_int", "send_none", "send_kept")
 
 
 def _raising(when: str, at: int) -> Callable[..., None]:
@@ -505,6 +529,21 @@ def suppressed(may: Callable[[BaseException], bool]) -> Iterator[None]:
     except (RuntimeError, ValueError) as error:
         if not may(error):
             raise
+
+
+class _Large(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Counts what operators make that is as large as a ``TABLE``, in other memory than buffers."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.module, self.made = module, 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if isinstance(result, Tensor) and result.untyped_storage().nbytes() >= TABLE:
+            there = {buffer.data_ptr() for buffer in self.module.buffers()}
+            self.made += result.untyped_storage().data_ptr() not in there
+        return result
 
 
 # --- programs ------------------------------------------------------------------------------------
@@ -604,6 +643,8 @@ def drawn_story(chance: random.Random) -> Story:
         events.append((name, *draw(chance, count, kinds)))
         if name not in ("call", "fail", "step") and chance.random() < 0.7:
             events.append(("call", *_drawn_call(chance, count, kinds)))
+    if "table" in model.layers or chance.random() < 0.3:
+        events.append(("end", (), {}))
     return Story(model.layers, begins, tuple(events))
 
 
@@ -624,7 +665,7 @@ def _checkpoint(chance: random.Random, count: int) -> Any:
 def _drawn_call(chance: random.Random, count: int, kinds: Any) -> Any:
     named: dict[str, Any] = {"size": chance.randint(1, 6)}
     if chance.random() < 0.3:
-        named["loss"] = chance.choice(["sum", "weighted"])
+        named["loss"] = chance.choice(["sum", "weighted", "anew", "anew"])
     if chance.random() < 0.1:
         named["autocast"] = chance.choice(["cached", "anew"])
     if chance.random() < 0.2:
@@ -684,5 +725,5 @@ _DRAWN: dict[str, Callable[..., Any]] = {
     "fail": _drawn_fail,
 }  # fmt: skip
 #: Kinds that wait for their mends: what layers keep, change and make.
-_OFF = {"center", "counted", "remembered", "makes", "makes_module", "observed", "written"}
+_OFF = {"center", "send_kept", "makes", "makes_module"}
 _EVENTS = ["call"] * 5 + ["step"] * 2 + ["set", "change", "replace"] + [*_DRAWN]

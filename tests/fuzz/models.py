@@ -624,6 +624,7 @@ KINDS: dict[str, Kind] = {
     "send": Kind(Send, passes=True, once=False),
     "send_int": Kind(lambda: Send("int"), passes=True),
     "send_none": Kind(lambda: Send("none"), passes=True),
+    "send_kept": Kind(lambda: Send("kept"), passes=True, counts=True, lives=True),
     "receive": Kind(Receive, passes=True),  # what it pops may be None
     "receive_unused": Kind(lambda: Receive(used=False), passes=True),
 }

@@ -50,6 +50,9 @@ def loss_function(kind: str, pipe: Pipe) -> Any:
         return lambda output, target: weigh(output, target) + inside(pipe)
     if kind == "noisy":
         return lambda output, target: weigh(output, target) * torch.rand(())
+    if kind == "anew":  # as one that closes over the number of the step
+        scale = torch.ones(())
+        return lambda output, target: weigh(output, target) * scale
     if kind not in WEIGHTS:
         return weigh
 

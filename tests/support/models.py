@@ -88,16 +88,20 @@ class Join(nn.Module):
 
 @skippable(stash=["skip"])
 class Send(nn.Module):
-    """Stashes "x", an integer tensor or None."""
+    """Stashes "x", an integer tensor, None, or a buffer that its next forward changes in place."""
 
     def __init__(self, what: str = "x") -> None:
         super().__init__()
         self.what = what
+        if what == "kept":
+            self.register_buffer("kept", torch.zeros(LENGTH))
 
     def forward(self, value: Any) -> Any:
         x = value["x"] if isinstance(value, dict) else value
         if self.what == "int":
             x = torch.arange(len(x), device=x.device)
+        elif self.what == "kept":
+            x = self.kept.copy_(x.detach().mean((0, 1)))
         yield stash("skip", None if self.what == "none" else x)
         return value
 
