@@ -52,6 +52,7 @@ from syncpipe.stages.run import StageRun
 from syncpipe.stages.stage import Partition, Stage
 
 _KNOWING = ("forward", "_compiled_call_impl")
+_OF_PIPES = ("_layout", "_modules", "_pipeline")  #: what a copy of one has made of copied layers
 _MISSING = object()
 
 # In all of this ``others`` says, by the identity of a tensor, what is in its place.
@@ -148,8 +149,9 @@ class ShallowCopy:
     def give_back(self) -> None:
         """Sets on the modules what a forward has set on their copies."""
         for (module, other), first in zip(self._made.values(), self._first, strict=True):
+            own = _OF_PIPES if hasattr(module, "_syncpipe_skips_are_internal") else ()
             for name, value in other.__dict__.items():
-                if first.get(name, _MISSING) is not value:
+                if first.get(name, _MISSING) is not value and name not in own:
                     module.__dict__[name] = value
 
 

@@ -86,6 +86,7 @@ class Life:
         self.model, self.k = Model(layers, seed, ties), 0
         model, self.plain = self.model.build(), self.model.build()
         self._handles: list[tuple[Any, Any]] = []
+        self._hooked = False
         self._optimizers: tuple[Any, Any] | None = None
         if optimizer:
             self._optimizers = _optimizer(optimizer, model), _optimizer(optimizer, self.plain)
@@ -227,10 +228,11 @@ class Life:
 
     def hook(self, k: int, kind: str) -> None:
         """A hook on a layer, or on its parameters."""
-        if any(KINDS[name].inplace or name in _TREES for name in self.model.layers):
+        if any(map(_unhookable, self.model.layers)):
             return
         handles = [_hook(module[k], kind) for module in self._both]
         self._handles.extend(zip(*handles, strict=True))
+        self._hooked = True
 
     def unhook(self) -> None:
         """Removes the last hook."""
@@ -244,7 +246,7 @@ class Life:
         names = (*self.model.layers[:k], kind, *self.model.layers[k + 1 :])
         if "Send" in repr(self.plain[k]) or "Receive" in repr(self.plain[k]):
             return
-        if not Chain.takes(names):
+        if not Chain.takes(names) or (self._hooked and _unhookable(kind)):
             return
         ties = tuple(tie for tie in self.model.ties if k not in tie[:2])
         made = Model((kind,), self.model.seed + self.k + 1)
@@ -451,7 +453,10 @@ def _hook(layer: nn.Module, kind: str) -> list[Any]:
     return [p.register_hook(lambda g: None if g is None else g * 0.5) for p in known]
 
 
-_TREES = ("fork", "twice", "weighs", "center", "send", "send_int", "send_none", "send_kept")
+def _unhookable(kind: str) -> bool:
+    """Whether it gives a tree, or what a backward hook gives must not be written into."""
+    trees = ("fork", "twice", "weighs", "center")
+    return KINDS[kind].inplace or kind in trees or kind.startswith("send")
 
 
 def _raising(when: str, at: int) -> Callable[..., None]:

@@ -240,6 +240,17 @@ WRAPPERS = {"DistributedDataParallel": nn.parallel.DistributedDataParallel, "FSD
 
 
 @needs_gloo
+def test_a_pipe_inside_a_layer_keeps_parameters_that_have_hooks():
+    layers = nn.Sequential(nn.Linear(3, 3), nn.Tanh())
+    inner = Pipe(layers, [1, 1], devices=["cpu:0", "cpu:1"], chunks=2)
+    layers[0].weight.register_hook(lambda grad: grad * 2)
+    pipe = Pipe(nn.Sequential(nn.Linear(3, 3), inner), [2], devices=["cpu:0"], chunks=2)
+    before = list(pipe.parameters())
+    for _ in range(2):
+        pipe(torch.randn(4, 3)).sum().backward()
+        assert all(a is b for a, b in zip(pipe.parameters(), before, strict=True))
+
+
 @pytest.mark.parametrize("run", KINDS)
 @pytest.mark.parametrize("name", WRAPPERS)
 @pytest.mark.parametrize("place", ["layer", "inside", "later"])
