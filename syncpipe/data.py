@@ -483,6 +483,20 @@ def place_of(tensor: Tensor) -> Any:
     return (storage_of(tensor), *region, tensor.requires_grad)
 
 
+def users_of(tensor: Tensor) -> int:
+    """How many tensors use the memory of one, which counts as one; 0 where it has no storage."""
+    if not torch._C._has_storage(tensor):  # a sparse one
+        return 0
+    return _users(tensor) - _ALONE + 1
+
+
+def _users(tensor: Tensor) -> int:
+    return int(torch._C._storage_Use_Count(tensor.untyped_storage()._cdata))
+
+
+_ALONE = _users(torch.empty(1))  # the tensor itself, and in some versions whoever asks
+
+
 def is_part(tensor: Tensor) -> bool:
     """Whether it is a part of a larger memory, with others that count versions with it."""
     has_storage = bool(torch._C._has_storage(tensor))

@@ -5,6 +5,8 @@
   it was handed on to: a cell that writes into it works on a copy.
 * What was sent twice is *aliased*, and so are inputs in overlapping memory: others should see what
   is written, but would not, and so it is refused. So it is in all stages for what is the *target*.
+* What a layer hands on and keeps (a buffer, a state, a queue) may change with the next micro-batch
+  before the next stage reads it. So a copy is sent, and that is *aliased*, too.
 
 All other inputs are the cell's own. A layer may write in one call of a thousand, so what is lent is
 copied in each call, unless the layers that see it are of kinds that never write. ``inference_mode``
@@ -14,13 +16,22 @@ counts no versions: there what is aliased is compared.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from sys import getrefcount
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.modules import module as global_hooks
 
-from syncpipe.data import clones, map_tensors, overlap, place_of, storage_of, tensors_in
+from syncpipe.data import (
+    clones,
+    map_tensors,
+    overlap,
+    place_of,
+    storage_of,
+    tensors_in,
+    users_of,
+)
 from syncpipe.runtime.recomputation import version_of
 
 #: Marks of a tensor; 0 for one that belongs to the cell alone. No marks at all: all are 0.
@@ -123,6 +134,52 @@ def sent_marks(outputs: tuple[Any, Sequence[Any]], lent: Sequence[int]) -> list[
     return [[next(following) for _ in part] for part in parts]
 
 
+def own_memory(
+    inputs: Any, outputs: Any, lent: Sequence[int], *, all_leaves: bool
+) -> tuple[Any, Sequence[int]]:
+    """The outputs of a cell to send, copies of those that something else holds; and their marks.
+
+    What has a graph was made in the cell, and no parameter changes before the optimizer's step
+    (unless ``all_leaves`` may). What the cell was given is marked already.
+    """
+    tensors = tensors_in(outputs)
+    held = [
+        (references > _ALONE or _is_held(tensor))
+        and tensor.grad_fn is None
+        and (all_leaves or not tensor.requires_grad)
+        for references, tensor in zip(map(getrefcount, tensors), tensors, strict=True)
+    ]
+    if True not in held:
+        return outputs, lent
+    given = set(map(storage_of, tensors_in(inputs)))
+    held = [each and storage_of(t) not in given for each, t in zip(held, tensors, strict=True)]
+    made = iter(clones([tensor for tensor, each in zip(tensors, held, strict=True) if each]))
+    sent = [next(made) if each else t for t, each in zip(tensors, held, strict=True)]
+    marks = [
+        mark | ALIASED * each for mark, each in zip(lent or [0] * len(sent), held, strict=True)
+    ]
+    return map_tensors(lambda _: sent, outputs), marks
+
+
+def _is_held(tensor: Tensor) -> bool:
+    """Whether other tensors use its memory, or something else the tensor of which it is a view."""
+    view = tensor._base is not None
+    return (
+        tensor._use_count() > 1  # type: ignore[attr-defined]
+        or users_of(tensor) > 1 + view
+        or (view and _references_to_base(tensor) > _ALONE_BASE)
+    )
+
+
+def _references_to_base(tensor: Tensor) -> int:
+    return getrefcount(tensor._base)
+
+
+_OUTPUTS = torch.empty(1), ()
+_ALONE = next(map(getrefcount, tensors_in(_OUTPUTS)))  # the outputs, and who asks
+_ALONE_BASE = _references_to_base(torch.empty(2)[:1])
+
+
 class Given:
     """The inputs of a cell that may write into them (``copy``), and a ``tree`` that it gets.
 
@@ -169,7 +226,7 @@ class Given:
             raise RuntimeError(
                 f"{where} modified in place a tensor whose memory others use as well (another "
                 "input or the target that is a view of it; or it crossed a stage boundary more "
-                "than once, as a skip for example): they would not see it. Let the layer "
-                "work on a copy (for an activation: inplace=False)"
+                "than once, as a skip for example; or a layer keeps it): they would not see it. "
+                "Let the layer work on a copy (for an activation: inplace=False)"
             )
         return True in written

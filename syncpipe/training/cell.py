@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from syncpipe.data import described, distinct, map_tensors, tensors_in
+from syncpipe.data import described, distinct, map_tensors, tensors_in, users_of
 from syncpipe.runtime.graph import AccumulateGrad, go_back, nodes_of
 from syncpipe.runtime.recomputation import Recomputation
 from syncpipe.runtime.streams import moved
@@ -313,7 +313,7 @@ class Accumulated(Leaves):
         """
         fresh = self.waits[j]
         for leaf in fresh:
-            if type(leaf.grad) is Tensor and is_shared(leaf.grad):
+            if type(leaf.grad) is Tensor and users_of(leaf.grad) > 1:
                 leaf.grad = leaf.grad.clone()
         rest = [leaf for leaf in fresh if leaf.grad is None]
         if len(rest) < len(fresh):
@@ -395,14 +395,3 @@ def _wrapper(kind: Any) -> str:
         "torch.distributed._composable",
     )
     return next((base.__name__ for base in kind.__mro__ if base.__module__.startswith(starts)), "")
-
-
-def is_shared(tensor: Tensor) -> bool:
-    return bool(_C._has_storage(tensor)) and _users(tensor) > _ALONE  # a sparse one has none
-
-
-def _users(tensor: Tensor) -> Any:
-    return _C._storage_Use_Count(tensor.untyped_storage()._cdata)
-
-
-_ALONE = _users(torch.empty(1))  # the tensor itself, and in some versions whoever asks

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 from torch.nn.parameter import is_lazy
 
-from syncpipe.data import described, gather, map_tensors, scatter, tensors_in
+from syncpipe.data import described, gather, map_tensors, scatter, tensors_in, users_of
 from syncpipe.runtime.graph import captured, go_back
 from syncpipe.runtime.interrupts import Swap, undone
 from syncpipe.runtime.recomputation import copy_of, is_small, version_of
@@ -34,7 +34,7 @@ from syncpipe.schedules.schedule import Devices
 from syncpipe.schedules.steps import Edge, Steps, forward_steps, training_steps
 from syncpipe.stages.call import Call, needs_graph, plain
 from syncpipe.stages.pipeline import Pipeline
-from syncpipe.training.cell import ANCHOR, Border, Cell, Leaves, is_shared
+from syncpipe.training.cell import ANCHOR, Border, Cell, Leaves
 from syncpipe.training.sources import Source
 from syncpipe.training.train import TrainingTask
 
@@ -324,7 +324,7 @@ class Captured(Leaves):
                 part = self._sums[j].pop(id(leaf), None)
                 if part is not None:
                     total = part if total is None else _sum(total, part)
-            if total is not None and type(total) is Tensor and is_shared(total):
+            if total is not None and type(total) is Tensor and users_of(total) > 1:
                 total = total.clone()
             found.append(total)
         return found

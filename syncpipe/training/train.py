@@ -35,7 +35,7 @@ from syncpipe.schedules.named import ScheduleLike, build
 from syncpipe.schedules.schedule import Kind
 from syncpipe.schedules.steps import forward_steps, training_steps
 from syncpipe.stages.call import Call, sent
-from syncpipe.stages.inplace import handed_on, sent_marks
+from syncpipe.stages.inplace import handed_on, own_memory, sent_marks
 from syncpipe.stages.pipeline import Pipeline
 from syncpipe.stages.run import Inputs
 from syncpipe.training.cell import Accumulated, Border, Cell, detached, ends_of
@@ -154,6 +154,11 @@ class TrainingTask:
         if marks or rematerialize or self._first[j]:
             all_lent = rematerialize or self._first[j]
             lent = handed_on(inputs, marks, outputs, all_lent=all_lent, target=target)
+        renorms = run.stage.changes.renorming
+        if not self._last[j] and (
+            type(outputs[0]) is not Tensor or outputs[0].grad_fn is None or outputs[1] or renorms
+        ):
+            outputs, lent = own_memory(inputs, outputs, lent, all_leaves=bool(renorms))
         del given, inputs, target
         if call.state.grad:
             self._cells[j][i] = cell

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from contextlib import suppress
+import threading
+from contextlib import nullcontext, suppress
 from functools import partial
 from typing import Any
 
@@ -209,3 +210,94 @@ def test_a_stashed_tensor_that_is_changed_is_right_or_refused(balance, checkpoin
     x = torch.randn(6, 3, requires_grad=True)
     with suppress(RuntimeError, ValueError):
         assert_equals_plain(nn.Sequential(*layers), x, balance, steps=2, **options)
+
+
+# --- what a layer keeps, changes and hands on ------------------------------------------------
+
+
+class Keeps(nn.Module):
+    """Hands on a mean that it keeps, and moves in place with each micro-batch."""
+
+    def __init__(self, way: Any) -> None:
+        super().__init__()
+        self.linear, self.way, self.forwards = nn.Linear(4, 4), way, 0
+        self.register_buffer("mean", torch.zeros(4))
+        self.state = {"queue": [torch.zeros(4)]}
+        self.through = threading.Event()
+
+    def forward(self, x: Tensor) -> Any:
+        with torch.no_grad():
+            for kept in (self.mean, self.state["queue"][0]):
+                kept.mul_(0.5).add_(x.mean(0))
+        self.forwards += 1
+        if self.forwards == 4:
+            self.through.set()
+        return {"x": self.linear(x), "mean": self.way(self)}
+
+
+class Uses(nn.Module):
+    """Goes on when the layer before is through with all micro-batches."""
+
+    def __init__(self, through: threading.Event) -> None:
+        super().__init__()
+        self.through = through
+
+    def forward(self, tree: Any) -> Tensor:
+        assert self.through.wait(60)
+        return tree["x"] - tree["mean"]
+
+    def __deepcopy__(self, memo: Any) -> Uses:
+        self.through.set()
+        return self
+
+
+WAYS = {
+    "a buffer": lambda m: m.mean,
+    "a view": lambda m: m.mean[None],
+    "without a graph": lambda m: m.mean.detach(),
+    "past versions": lambda m: m.mean.data.view(4),
+    "a state": lambda m: m.state["queue"][0],
+    "a view of a state": lambda m: m.state["queue"][0].expand(2, 4),
+}
+DRIVERS = [Pipe.forward, partial(Pipe.train_batch, loss_fn=weigh, schedule="gpipe"), *NO_GRAD]
+
+
+@every_mode
+@pytest.mark.parametrize("run", DRIVERS)
+@pytest.mark.parametrize("way", WAYS)
+def test_what_a_layer_keeps_and_changes_is_handed_on_as_it_was(way, run, checkpoint):
+    keeps = Keeps(WAYS[way])
+    found: list[Tensor] = []
+    pipe = pipe_of(keeps, Uses(keeps.through), Do(found.append), chunks=4, stages=2,
+                   checkpoint=checkpoint)  # fmt: skip
+    x = torch.randn(8, 4)
+    refused = checkpoint != "never" and run is DRIVERS[1] and "state" in way  # it is no buffer
+    with pytest.raises(RuntimeError, match="something else") if refused else nullcontext():
+        run(pipe, x)
+    keeps.state["queue"][0].zero_()
+    keeps.mean.zero_()
+    for piece, given in zip(x.chunk(4), found[:4], strict=not refused):
+        tree = keeps(piece)
+        assert torch.equal(given, tree["x"] - tree["mean"])
+
+
+def test_what_a_layer_keeps_may_not_be_written_into_elsewhere():
+    pipe = pipe_of(Keeps(WAYS["a buffer"]), Do(lambda tree: tree["x"] + tree["mean"].add_(1)))
+    with pytest.raises(RuntimeError, match=REFUSED):
+        pipe(torch.randn(4, 4))
+
+
+@pytest.mark.parametrize("context", [torch.enable_grad, torch.no_grad, torch.inference_mode])
+def test_what_nothing_keeps_is_sent_as_it_is(context):
+    sent: list[int] = []
+
+    def address(x: Any) -> None:
+        sent.append(x.data_ptr())
+
+    made = [lambda x: x * 2, lambda x: (x * 2).view(-1, 2), lambda x: (x * 2)[1:].t().detach()]
+    layers = [Do(lambda x, make=make: (y := make(x), address(y))[0]) for make in made]
+    used = [Do(address) for _ in made]
+    with context():
+        pipe_of(*[each for pair in zip(layers, used, strict=True) for each in pair],
+                devices=[*FOUR, "cpu:4", "cpu:5"], chunks=1)(torch.randn(4, 2))  # fmt: skip
+    assert sent[::2] == sent[1::2]
