@@ -23,6 +23,7 @@ from syncpipe.planner.alternatives import Alternative, alternatives_of, other_sc
 from syncpipe.planner.draft import ADAM, Draft, Terms
 from syncpipe.planner.machine import kind_of, machine_of, places_of, real_devices
 from syncpipe.planner.search import ANY, AUTO, NoPlan, check_schedule, choose
+from syncpipe.schedules import build
 from syncpipe.schedules.player import Simulation, simulate
 from syncpipe.state import sandboxed
 from syncpipe.timeline.timeline import Timeline
@@ -373,12 +374,14 @@ class Plan:
         (:meth:`on`).
         """
         made = self.chosen.form.schedule
+        usual: Any = self.slots or self.schedule == AUTO
+        usual = usual or build(self.schedule, made.m, made.device_of)
         shared = {"replicas": self.replicas} if max(self.replicas) > 1 else {}
         return shared | {
             "balance": self.balance,
             "chunks": self.chunks,
             "checkpoint": self.checkpoint,
-            "schedule": made if self.schedule == AUTO else self.schedule,
+            "schedule": self.schedule if self.slots or made == usual else made,
             "slots": self.slots,
         }
 

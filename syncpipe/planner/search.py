@@ -41,6 +41,7 @@ from syncpipe.planner.draft import Draft, Form, Terms, one_f_one_b_form
 from syncpipe.planner.machine import Machine
 from syncpipe.planner.replicas import least_largest, replicated
 from syncpipe.schedules import SCHEDULES, auto, one_f_one_b
+from syncpipe.schedules.named import round_sizes
 from syncpipe.words import in_bytes
 
 __all__ = [
@@ -64,8 +65,9 @@ _HARDLY, _LESS = 1.05, (0.94, 0.85, 0.7)
 _MOST_DEVICES = 64
 #: Of so many devices at most two change places.
 _EXCHANGED = 16
-#: Cuts are looked for at so many boundaries, and then at those near the ones that were found.
-_BOUNDARIES = 256
+#: Cuts are looked for at so many boundaries, and then at those near the ones that were found; at
+#: more of them for so many stages.
+_BOUNDARIES, _FEW = 256, 16
 
 #: Differences below this, relative, are rounding.
 NOTICED = 1e-9
@@ -99,7 +101,7 @@ class Program:
         #: Bytes that cross a boundary from here on, there and back, on average.
         self.sent = [2 * sums[k] / (k + 1) for k in reversed(range(layers))] + [0.0]
         self._runs = lru_cache(maxsize=4)(self.chain.runs)
-        self._stage = lru_cache(maxsize=64)(self._bounds)
+        self._stage = lru_cache(maxsize=8)(self._bounds)
         self.cut = lru_cache(maxsize=None)(self._cuts)
 
     def lowest(self, n: int) -> float:
@@ -125,9 +127,12 @@ class Program:
             return self._cut(1, slots, (0, layers))[0], (layers,)
         step = -(-layers // self.boundaries)
         value, ends = self._cut(n, slots, (*range(0, layers, step), layers))
-        if step > 1 and ends:
-            near = {end + k for end in ends for k in range(-2 * step, 2 * step + 1)}
+        while step > 1 and ends:
+            finer = -(-step // 4)
+            most = 2 * -(-step // finer) if n <= _FEW else 2
+            near = {end + k * finer for end in ends for k in range(-most, most + 1)}
             value, ends = self._cut(n, slots, tuple(sorted(near & {*range(layers + 1)})))
+            step = finer
         return value, tuple(b - a for a, b in pairwise(ends))
 
     def _cut(self, n: int, slots: Slots, at: tuple[int, ...]) -> tuple[float, list[int]]:
@@ -601,8 +606,13 @@ def variants(
             line = tuple(range(p))
             shapes = {_LINE: [line], _V: [line + line[::-1]], _ROUNDS: [line * 2, line * 3]}
             for device_of in shapes[LAYOUTS[name][1]]:
-                if len(device_of) <= len(terms.profile.layers) and stages in (None, len(device_of)):
-                    form = Form(SCHEDULES[name](m, device_of))
+                n = len(device_of)
+                if n > len(terms.profile.layers) or stages not in (None, n):
+                    continue
+                make: Any = SCHEDULES[name]
+                rounds = round_sizes(m, p) if name.startswith("interleaved") else []
+                made = [make(m, device_of, size=size) for size in rounds] or [make(m, device_of)]
+                for form in map(Form, made):
                     cuts = dict.fromkeys(_starts(terms, form, found))
                     own = (terms.draft(form, balance) for balance in cuts)
                     drafts.append(min(filter(None, own), key=_rank))

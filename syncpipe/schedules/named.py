@@ -64,7 +64,7 @@ from pathlib import Path
 from typing import Any, Literal, cast
 
 from syncpipe.schedules.greedy import dealt, merged
-from syncpipe.schedules.player import validate
+from syncpipe.schedules.player import Costs, play, validate
 from syncpipe.schedules.schedule import (
     LETTERS,
     Action,
@@ -77,8 +77,8 @@ from syncpipe.schedules.schedule import (
 
 __all__ = [
     "SCHEDULES", "ScheduleLike", "build", "dualpipev", "gpipe", "interleaved_1f1b",
-    "interleaved_zero_bubble", "looped_bfs", "naive", "named", "one_f_one_b", "shown", "v_half",
-    "v_min", "zb_h1", "zb_h2", "zbv",
+    "interleaved_zero_bubble", "looped_bfs", "naive", "named", "one_f_one_b", "round_sizes",
+    "shown", "v_half", "v_min", "zb_h1", "zb_h2", "zbv",
 ]  # fmt: skip
 
 #: A number of stages, each on a device of its own; or for each stage the index of its device, or
@@ -265,46 +265,66 @@ def looped_bfs(m: int, device_of: Placement) -> Schedule:
     return Schedule(m, devices, tuple(rows), "looped_bfs")
 
 
-def interleaved_1f1b(m: int, device_of: Placement) -> Schedule:
-    """1F1B where each device has several stages: ``p`` micro-batches through each of them in turn.
+def interleaved_1f1b(m: int, device_of: Placement, *, size: int | None = None) -> Schedule:
+    """1F1B where each device has several stages: a round of micro-batches through each in turn.
 
     With ``p`` devices and ``v`` stages on each the bubble is ``(p-1) / (v m + p-1)`` if ``m`` is a
     multiple of ``p``. Other ``m`` idle a little more.
     Source: Narayanan et al. 2021, Efficient Large-Scale Language Model Training on GPU Clusters
     Using Megatron-LM, section 2.2.2.
+
+    Args:
+        m, device_of: as for the others.
+        size: micro-batches of a round. By default ``p``, with a shorter last round; or, if that is
+            shorter for even stages, what makes rounds of one length, as in
+            ``torch.distributed.pipelining``: with more than ``p`` more are in flight.
     """
     devices = _laid_out("interleaved_1f1b", "rounds", m, device_of)
-    p = max(devices) + 1
-    rows = [_round(m, devices, d, "backward", lead=2 * (p - d - 1)) for d in range(p)]
-    return Schedule(m, devices, tuple(rows), "interleaved_1f1b")
+    return _in_rounds("interleaved_1f1b", m, devices, "backward", size)
 
 
-def interleaved_zero_bubble(m: int, device_of: Placement) -> Schedule:
+def interleaved_zero_bubble(m: int, device_of: Placement, *, size: int | None = None) -> Schedule:
     """Interleaved 1F1B with backward in two halves: weight halves fill the bubble.
 
     Device ``d`` puts weight halves off by ``d`` of them. With ``p`` devices and ``v`` stages on
     each the devices idle for ``(p-1) (F+I-W)`` of a stage, where ``m`` is a multiple of ``p``, and
-    none holds more than ``v p`` cells. Source: Qi et al. 2023, as :func:`zb_h1`.
+    none holds more than ``v p`` cells. ``size`` is that of :func:`interleaved_1f1b`.
+    Source: Qi et al. 2023, as :func:`zb_h1`.
     """
     devices = _laid_out("interleaved_zero_bubble", "rounds", m, device_of)
-    p = max(devices) + 1
-    rows = [_round(m, devices, d, "backward_input", lead=p - d - 1, delay=d) for d in range(p)]
-    return Schedule(m, devices, tuple(rows), "interleaved_zero_bubble")
+    return _in_rounds("interleaved_zero_bubble", m, devices, "backward_input", size)
 
 
-def _round(
-    m: int, device_of: tuple[int, ...], d: int, back: Kind, *, lead: int, delay: int = 0
-) -> tuple[Action, ...]:
-    """What a device does; its lead is how many more forwards than the last one it begins with."""
+def round_sizes(m: int, p: int) -> list[int]:
+    """Of rounds over so many devices: with a shorter last one, and all of one length."""
+    rounds = max(1, m // p)
+    return list(dict.fromkeys([p, *[m // rounds] * (m % rounds == 0)]))
+
+
+@lru_cache(maxsize=256)
+def _in_rounds(
+    name: str, m: int, device_of: tuple[int, ...], back: Kind, size: int | None
+) -> Schedule:
     n, p = len(device_of), max(device_of) + 1
-    padded = -(-m // p) * p  # micro-batches that are not there are left out in the end
-    forwards, backwards = [], []
-    for start in range(0, padded, p):
-        group = range(start, start + p)
-        forwards += [Action("forward", i, j) for j in range(d, n, p) for i in group]
-        backwards += [Action(back, i, j) for j in reversed(range(d, n, p)) for i in group]
-    row = _in_turn(forwards, backwards, lead + n - p + 1, delay)
-    return tuple(action for action in row if action.i < m)
+    if size is None:
+        made = [_in_rounds(name, m, device_of, back, k) for k in round_sizes(m, p)]
+        even = Costs.even(n)
+        steps = [play(one.actions, m, device_of, even).makespan for one in made]
+        return made[steps.index(min(steps))]
+    rows = []
+    for d in range(p):
+        forwards, backwards = [], []
+        for start in range(
+            0, -(-m // size) * size, size
+        ):  # those not there are left out in the end
+            group = range(start, start + size)
+            forwards += [Action("forward", i, j) for j in range(d, n, p) for i in group]
+            backwards += [Action(back, i, j) for j in reversed(range(d, n, p)) for i in group]
+        halves = back == "backward_input"
+        lead = (p - d - 1) * (1 if halves else 2) + (n // p - 1) * size
+        row = _in_turn(forwards, backwards, lead + 1, d * halves)
+        rows.append(tuple([action for action in row if action.i < m]))
+    return Schedule(m, device_of, tuple(rows), name)
 
 
 def zbv(m: int, device_of: Placement) -> Schedule:

@@ -564,3 +564,19 @@ def test_the_order_is_that_of_pytorch(name: str, m: int, devices: int) -> None:
     assert order(ours) == order(other)
     assert played(ours).makespan == played(other).makespan
     assert on_each_device(ours) == on_each_device(other)
+
+
+@pytest.mark.parametrize("name", ["interleaved_1f1b", "interleaved_zero_bubble"])
+@pytest.mark.parametrize(("m", "devices"), [(6, 4), (10, 4), (5, 4), (7, 4), (5, 3), (14, 8)])
+def test_rounds_of_one_length_are_those_of_pytorch_and_the_shorter_order_is_taken(
+    name: str, m: int, devices: int
+) -> None:
+    other = theirs(name, m, devices)
+    rounds = max(1, m // devices)
+    equal = SCHEDULES[name](m, other.device_of, size=m // rounds)  # type: ignore[call-arg]
+    padded = SCHEDULES[name](m, other.device_of, size=devices)  # type: ignore[call-arg]
+    for one in (equal, padded):
+        validate(one)
+    assert played(equal).makespan == played(other).makespan
+    least = min(played(equal).makespan, played(padded).makespan)
+    assert played(build(name, m, other.device_of)).makespan == least
