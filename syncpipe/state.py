@@ -251,7 +251,11 @@ class State:
 
     def _dict(self, kind: str, own: dict[Any, Any], name: Callable[[Any], str]) -> None:
         before = dict(own)
-        if type(own).clear in (dict.clear, OrderedDict.clear):
+        methods = [
+            [getattr(kind, name) for name in ("clear", "update", "__setitem__")]
+            for kind in (type(own), dict, OrderedDict)
+        ]
+        if methods[0] in methods[1:]:  # a frozen config refuses some of them
             self._undo += [own.clear, partial(own.update, before)]
 
         def changed() -> list[str]:

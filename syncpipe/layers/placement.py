@@ -34,6 +34,11 @@ def own_call(module: nn.Module, kind: type[nn.Module]) -> str | None:
 
 def check_module(module: Any) -> None:
     """Refuses what cannot be cut into a chain of layers."""
+    if hasattr(module, "_orig_mod"):
+        raise TypeError(
+            "module is compiled as a whole (torch.compile), which a pipe would not run: give it "
+            "the module itself, and call pipe.compile()"
+        )
     if not isinstance(module, nn.Sequential):
         raise TypeError(
             f"module must be an nn.Sequential, not {type(module).__name__}: make one of any model "

@@ -221,24 +221,19 @@ class _Check:
         origin = getattr(layers[0], "_origin", Origin())
         if (model := origin.modules.get("")) is None:
             return
-        ours, theirs = map(_tensors, (layers, model))
         with self._run("the model", _MODEL) as run:
-            if not all(same_memory(t.device, self._devices[0]) for *_, t in ours.values()):
+            if not all(same_memory(t.device, self._devices[0]) for t in layers.parameters()):
                 run.not_applicable = "its layers are on several devices, where it cannot be"
                 return
+            origin.share()
             input = self._source(self._pipe.chunks).pull(0)
 
             def values(module: nn.Module) -> dict[str, Any]:
                 call = partial(call_arguments, layers, _fresh(input))
                 return unchanged(module, partial(values_of, module, call))
 
-            swaps = [
-                (own, key, ours[name][2])
-                for name, (own, key, tensor) in theirs.items()
-                if ours[name][2] is not tensor
-            ]
             found = self._alone(partial(values, layers), "its layers beside the model")
-            expected = swapped(swaps, partial(self._alone, partial(values, model), "itself"))
+            expected = self._alone(partial(values, model), "itself")
             run.comparisons["outputs"] = far = compare(found, expected, self._rounding)
             if run.different:
                 run.what = f"something else than the model gives, {_far(far)}"
@@ -432,17 +427,6 @@ class _Check:
         copied: Values
         copied = map_tensors(lambda ts: [t.detach().to("cpu", copy=True) for t in ts], found)
         return copied
-
-
-def _tensors(module: nn.Module) -> dict[str, tuple[dict[str, Any], str, Tensor]]:
-    """Parameters and buffers by all of their names: where they are, and themselves."""
-    return {
-        f"{path}.{key}" if path else key: (own, key, tensor)
-        for path, part in module.named_modules(remove_duplicate=False)
-        for own in (part._parameters, part._buffers)
-        for key, tensor in own.items()
-        if tensor is not None
-    }
 
 
 def _fresh(tree: Any) -> Any:

@@ -34,7 +34,7 @@ import torch
 from torch import Tensor, fx, nn
 from torch.fx.graph import _custom_builtins
 
-from syncpipe.data import storage_of, tensors_in
+from syncpipe.data import map_tensors, storage_of, tensors_in
 from syncpipe.layers.conversion.origin import Origin
 from syncpipe.layers.conversion.signature import Signature
 from syncpipe.layers.conversion.trace import DEVICE, Function, Tracer
@@ -96,6 +96,8 @@ def layers_of(
             homes.setdefault(tensor, layers[-1]).hold(model, path)
     for layer in layers:
         layer._names = list(members), list(model.state_dict())
+        several = len({tensor.device for tensor in members.values()}) > 1
+        layer._moves = several and bool(_members(layer))
         if any(kind in code.text for kind in _FLOATS for code in layer._codes):
             layer._converted_for = layer._dtype
     return layers
@@ -212,7 +214,7 @@ def _written(
                 known[leaf] = graph.call_function(operator.getitem, (numbers, name))
                 return known[leaf]
             known[leaf] = graph.get_attr(name)
-            if kind == "attribute":
+            if kind in ("attribute", "module"):
                 layer.hold(model, name)
             elif kind == "object" and isinstance(value, Tensor):
                 layer.register_buffer(name, value, persistent=False)
@@ -296,6 +298,29 @@ class Holder(nn.Module):
         return {**vars(self), "training": self.training}
 
 
+class _Joined(Holder):
+    """Several holders of one path as one module, where the inlined module is gone."""
+
+    def train(self, mode: bool = True) -> Self:
+        for part in self.__dict__["parts"]:
+            part.train(mode)
+        return super().train(mode)
+
+
+def _joined(parts: list[Any]) -> Any:
+    if not isinstance(parts[0], Holder):
+        return parts[0]
+    joined = _Joined(parts[0]._origin, parts[0]._path)
+    joined.__dict__["parts"] = parts
+    for part in parts:
+        joined._parameters.update(part._parameters)
+        joined._buffers.update(part._buffers)
+        joined._modules.update(part._modules)
+    for name in joined._modules:
+        joined._modules[name] = _joined([p._modules[name] for p in parts if name in p._modules])
+    return joined
+
+
 class ConvertedLayer(Holder):
     """A run of modules of a model, with the code between them; ``print`` shows it.
 
@@ -322,6 +347,7 @@ class ConvertedLayer(Holder):
         self._skip_namespaces = dict.fromkeys(self._syncpipe_skips.names, namespace)
         self._codes = [_written(segment, comes, goes, self, model) for segment in segments]
         self._converted_for: torch.dtype | None = None  # where the code has dtypes in it
+        self._moves = False  # values come from other devices: the model was on several ones
         #: What the code reads of inlined modules, and the modules by whose modes it is chosen.
         self._numbers: dict[str, float] = {}
         self._modes: list[str] = []
@@ -353,6 +379,9 @@ class ConvertedLayer(Holder):
         if self._model_signature is not None:
             input = _packed(self._model_signature.tensors(input))
         given = [store.take((namespaces[name], name), self) for name in skips.pop]
+        if self._moves:
+            device = self._device
+            input, given = map_tensors(lambda ts: [t.to(device) for t in ts], (input, given))
         with torch.set_grad_enabled(torch.is_grad_enabled()):  # also after an error
             sent = self._code().run(self, input, *given)
         for name, value in zip(skips.stash, sent[1:], strict=True):
@@ -448,6 +477,23 @@ class ModelNames(nn.Module):
                 module.training = mode
         return self
 
+    def __getattr__(self, name: str) -> Any:
+        """What a layer has at the model's name: an inlined module as a whole."""
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            layers = [each for each in map(self._layer, self.__dict__.get("_modules", ())) if each]
+            kinds = ("_modules", "_parameters", "_buffers")
+            found = [each[name] for x in layers for k in kinds if name in (each := getattr(x, k))]
+            if not found:
+                raise
+        layers[0]._origin.share()
+        return layers[0]._origin.modules.get(name) or _joined(found)
+
+    def _fqn_modifiers(self) -> dict[str, str]:
+        """What ``torch.distributed.checkpoint.state_dict`` leaves out of names: indices."""
+        return {f"layer {name}": name for name in self._modules if self._layer(name)}
+
     def _layer(self, name: str) -> ConvertedLayer | None:
         """The converted layer in which something of this name is."""
         layer = self._modules.get(name.partition(".")[0])
@@ -486,6 +532,11 @@ class ModelNames(nn.Module):
     def _load_from_state_dict(
         self, state_dict: Any, prefix: str, metadata: Any, strict: bool, *messages: list[str]
     ) -> None:
+        for origin in {layer._origin for layer in map(self._layer, self._modules) if layer}:
+            for path, module in origin.modules.items():
+                at = f"{prefix}{path}." if path else prefix
+                for hook in module._load_state_dict_pre_hooks.values():
+                    hook(state_dict, at, metadata, strict, *messages)
         moved = {  # the names with the index of a layer, of which it may be several
             f"{prefix}{name}.{key}": prefix + key
             for name, layer in self._modules.items()

@@ -129,6 +129,12 @@ class Origin:
                 self._known[k] = getattr(to, kind)[name] = tensor
         self.follow_numbers()
 
+    def share(self) -> None:
+        """Gives the inlined modules the tensors that the layers have."""
+        for k, (holder, own, kind, name) in enumerate(self._tensors):
+            if (there := holder()) is not None:
+                own[name] = self._known[k] = getattr(there, kind)[name]
+
     def follow_numbers(self) -> None:
         """Gives the layers the numbers that there are now."""
         numbers = {name: read.now() for name, read in self.numbers.items()}

@@ -11,6 +11,7 @@ that of the sample. Training and evaluation are traced each by itself.
 
 from __future__ import annotations
 
+import mmap
 import operator
 import warnings
 from collections import Counter
@@ -25,6 +26,7 @@ import torch
 from torch import Tensor, fx, nn
 from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.parameter import is_lazy
+from torch.utils.checkpoint import CheckpointFunction
 
 from syncpipe.compare import Comparison, compare
 from syncpipe.data import by_name, described, flatten, leaf_names, places_of
@@ -51,7 +53,10 @@ HOOKS = (
 _LAYERS = (
     nn.TransformerEncoderLayer, nn.TransformerDecoderLayer, nn.MultiheadAttention, _NormBase,
 )  # fmt: skip
+_COMPILED = "it is compiled"
 _STATE_METHODS = ("get_extra_state", "set_extra_state", "_save_to_state_dict")
+#: Bytes of a tensor on ``meta`` that gets memory of its own for the conversion.
+_SMALL = 2**20
 #: Dimensions that change together, each as the index of a tensor and its own.
 _Group = frozenset[tuple[int, int]]
 
@@ -130,6 +135,8 @@ def sequential(
         raise TypeError(f"sequential() takes an nn.Module, not {type(model).__name__}")
     if getattr(model, "_syncpipe_skips_are_internal", False):
         raise TypeError("this is a Pipe already: give the model that it was made of")
+    compiled = _is_compiled(model)
+    model = getattr(model, "_orig_mod", model)
     name = type(model).__name__
     if next(model.parameters(), None) is None:
         raise ValueError(
@@ -142,12 +149,17 @@ def sequential(
         raise ValueError(f"{name} is on meta, where nothing can be compared: say verify=False")
     signature = Signature(model.forward, name)
     sample = signature.take(sample_args, sample_kwargs)
-    found = unchanged(model, partial(_Inlined, model, signature, sample))
-    layers = found.layers()
-    layers.training = model.training
-    layers.origin.begin(layers)
-    if verify:
-        unchanged(model, partial(_check_layers, model, layers, partial(signature.call, sample)))
+    eager = any(map(_is_compiled, model.modules()))
+    with torch.compiler.set_stance("force_eager") if eager else nullcontext():
+        found = unchanged(model, partial(_Inlined, model, signature, sample))
+        layers = found.layers()
+        layers.training = model.training
+        layers.origin.begin(layers)
+        if verify:
+            call = partial(signature.call, sample)
+            unchanged(model, partial(_check_layers, model, layers, call))
+    if compiled:
+        found.notes.append(f"{name} is compiled, and its layers are not: call pipe.compile()")
     for note in found.notes:
         warnings.warn(note, stacklevel=2)
     return layers
@@ -170,15 +182,16 @@ class _Inlined:
         self.model, self.signature, self.tensors = model, signature, tensors
         self.name, self._objects = type(model).__name__, dict[str, Any]()
         self._paths = {module: path for path, module in model.named_modules()}
+        #: Where there are parameters.
+        self._owners = [f"{path}." for module, path in self._paths.items() if module._parameters]
         self.leaves = {
             path: Whole(path, "", reason)
             for module, path in self._paths.items()
-            if path and (reason := _must_be_leaf(module))
+            if path
+            and (reason := _must_be_leaf(module))
+            and not (reason == _COMPILED and self._holds_most(path))
         }
         self._refuse_root()
-        #: Where there are parameters.
-        self._owners = [f"{path}." for module, path in self._paths.items() if module._parameters]
-        self._sizes = self._other_sizes()
         self._numbers: set[str] | None = None  # not known yet: all
         with _bar(self.name) as self._bar:
             try:  # what is made in the first run only is made now
@@ -189,12 +202,20 @@ class _Inlined:
                     f"{self.name} itself, called with the sample ({signature.shown(tensors)}), "
                     f"raises {type(error).__name__}: {error}"
                 ) from error
+            self._find_what_is_cut()
+            self._sizes = self._other_sizes()
             while self._leave(self._faults()):
                 pass
             self._numbers = self._only_used()
         for run in self.runs.values():
             run.fold(self._numbers)
         self.notes += self._large_modules()
+        if any(run.reentrant for run in self.runs.values()):
+            self.notes.append(
+                f"{self.name} recomputes by PyTorch's reentrant checkpoint, which is left out: a "
+                "Pipe recomputes itself (checkpoint=). Layers get gradients also where no input "
+                "requires one, as with use_reentrant=False"
+            )
 
     def layers(self) -> Converted:
         """What is made of the traces."""
@@ -337,6 +358,23 @@ class _Inlined:
                 yield Whole(caller.meta["owner"], caller.meta["line"], what)
 
     # Other runs
+
+    def _find_what_is_cut(self) -> None:
+        """Runs another batch size, where that of the sample is the size of something else, too.
+
+        Which tensors have the batch is then seen by what the model takes.
+        """
+        signature, n = self.signature, self.signature.batch
+        cut = [k for k, is_cut in enumerate(signature.is_cut) if is_cut]
+        if len(cut) < 2 or not any(n in tensor.shape[1:] for tensor in self.tensors):
+            return
+        for few in ([], *([k] for k in cut[:0:-1]), cut[1:]):  # that are not cut
+            tensors = self._resized(frozenset((k, 0) for k in cut if k not in few), n + 1)
+            args, kwargs = signature.call(tensors)
+            with suppress(Exception):
+                self.model(*args, **kwargs)
+                signature.is_cut = [k in cut and k not in few for k in range(len(tensors))]
+                return
 
     def _other_sizes(self) -> dict[_Group, list[int]]:
         """Dimensions that may have to change together, and to what: the batch, then those alike."""
@@ -520,16 +558,21 @@ def _bar(name: str) -> Any:
 
 
 def _give_values(model: nn.Module) -> None:
-    """Puts values that take no memory in the place of tensors on ``meta``: all rows are one.
+    """Puts values that take no memory in the place of tensors on ``meta``.
 
-    Some models look at values, ``if mask.all()``.
+    Some models look at values, ``if mask.all()``: small ones are not zero.
     """
-    rows: dict[int, Tensor] = {}
+    made: dict[int, Tensor] = {}
     for module, _, name, tensor in [place for place in places_of(model) if place[3].is_meta]:
-        row = torch.full(tensor.shape[-1:], 0.01).to(tensor.dtype).expand(tensor.shape)
+        if tensor.nbytes > _SMALL:  # pages that are only read take no memory
+            memory = mmap.mmap(-1, tensor.nbytes)
+            value = torch.frombuffer(memory, dtype=torch.uint8).view(tensor.dtype)
+            value = value.view(tensor.shape)
+        else:
+            value = torch.full(tensor.shape, 0.01).to(tensor.dtype)
         if isinstance(tensor, nn.Parameter):
-            row = nn.Parameter(row, tensor.requires_grad)
-        setattr(module, name, rows.setdefault(id(tensor), row))
+            value = nn.Parameter(value, tensor.requires_grad)
+        setattr(module, name, made.setdefault(id(tensor), value))
 
 
 # Comparing two traces
@@ -581,6 +624,10 @@ def hooks_of(module: nn.Module) -> list[str]:
     return [kind for kind in HOOKS if not all(hasattr(hook, own) for hook in hooks[kind])]
 
 
+def _is_compiled(module: nn.Module) -> bool:
+    return is_compiled(module) or "_orig_mod" in module._modules
+
+
 def _must_be_leaf(module: nn.Module) -> str:
     """Why a module is more than its forward and its children; empty if it is not."""
     kind = type(module)
@@ -592,11 +639,11 @@ def _must_be_leaf(module: nn.Module) -> str:
         "it is a ScriptModule": isinstance(module, torch.jit.ScriptModule),
         "it is a Pipe, or has skips of its own": is_skippable(module)
         or hasattr(kind, "_syncpipe_skips_are_internal"),
-        "it has hooks": bool(hooks_of(module)),
+        "it has hooks": bool({*hooks_of(module)} - {"_load_state_dict_pre_hooks"}),
         "it saves a state of its own":
             any(getattr(kind, name) is not getattr(nn.Module, name) for name in _STATE_METHODS),
-        "it is compiled, or its forward was replaced":
-            is_compiled(module) or "forward" in vars(module),
+        "its forward was replaced": "forward" in vars(module) and not _is_compiled(module),
+        _COMPILED: _is_compiled(module),
         "it is parametrized": hasattr(module, "parametrizations"),
         "it is an adapter of peft":
             any(base.__name__ == "BaseTunerLayer" for base in kind.__mro__),
@@ -633,10 +680,15 @@ def _compared(model: nn.Module, layers: nn.Module, call: _Arguments, training: b
     return compare(actual, expected)
 
 
+def _apply(function: Callable[..., Any], preserve: bool, *args: Any) -> Any:
+    """In place of PyTorch's reentrant checkpoint, which refuses ``torch.autograd.grad``."""
+    return function(*args)
+
+
 def values_of(module: nn.Module, call: _Arguments, gradients: bool = True) -> dict[str, Any]:
     """What a run gives, by names for messages."""
     args, kwargs = call()
-    with torch.set_grad_enabled(gradients):
+    with torch.set_grad_enabled(gradients), patch.object(CheckpointFunction, "apply", _apply):
         output = module(*args, **kwargs)
     found = by_name("output", output)
     outputs = list(found.values())

@@ -43,7 +43,8 @@ class Signature:
 
     def take(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
         """Learns a sample, and returns the tensors in it, which are not kept."""
-        sample = self._bound(args, kwargs)
+        sample, names = self._bound(args, kwargs), list(self.parameters.parameters)
+        self._positional, self._given = {*names[: len(args)]}, {*names[: len(args)], *kwargs}
         self._refuse_lists_of_images(sample)
         found = _named(sample)
         self._sample = {at: Tensor if _is_tensor(leaf) else leaf for at, leaf in found.items()}
@@ -60,14 +61,6 @@ class Signature:
                 f"arguments of {self.name}.forward{self.parameters}, as for one call of the model"
             )
         self.is_cut = [size == self.batch for size in sizes]
-        others = [size for tensor in tensors for size in tensor.shape[1:]]
-        if sum(self.is_cut) > 1 and self.batch in others:
-            raise ValueError(
-                f"the batch size of the sample, {self.batch}, is the size of another dimension as "
-                f"well ({self.shown(tensors)}), so it does not show which tensors are cut into "
-                "micro-batches: give a sample with another batch size, which is no size of "
-                "anything else"
-            )
         self._shapes, self._kinds = [t.shape for t in tensors], list(map(_kind, tensors))
         return tensors
 
@@ -111,8 +104,18 @@ class Signature:
         """The arguments of the sample, with these values in the place of its tensors."""
         rest = iter(values)
         leaves = [next(rest) if leaf is Tensor else leaf for leaf in self._sample.values()]
-        bound = inspect.BoundArguments(self.parameters, unflatten(leaves, self._structure))
-        return bound.args, bound.kwargs
+        args, kwargs = list[Any](), dict[str, Any]()
+        for name, value in unflatten(leaves, self._structure).items():
+            kind = self.parameters.parameters[name].kind
+            if kind is inspect.Parameter.VAR_POSITIONAL:
+                args += value
+            elif kind is inspect.Parameter.VAR_KEYWORD:
+                kwargs |= value
+            elif name in self._positional:
+                args.append(value)
+            elif name in self._given:
+                kwargs[name] = value
+        return tuple(args), kwargs
 
     def given(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
         """The tensors (or ``NoChunk``) among arguments, the rest of which is as in the sample."""

@@ -11,6 +11,7 @@ from __future__ import annotations
 import builtins
 import dataclasses
 import enum
+import functools
 import linecache
 import math
 import operator
@@ -22,7 +23,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, suppress
-from types import SimpleNamespace
+from types import MethodType, SimpleNamespace
 from typing import Any, NamedTuple
 from unittest.mock import patch
 
@@ -30,6 +31,7 @@ import torch
 from torch import Tensor, fx, nn
 from torch.nn.modules import transformer
 from torch.overrides import TorchFunctionMode
+from torch.utils.checkpoint import CheckpointFunction
 
 from syncpipe.data import equal, flatten, tensors_in
 from syncpipe.layers.conversion.origin import MISSING, PLAIN, Read, alike, attribute
@@ -244,7 +246,8 @@ class Tracer(TorchFunctionMode):
     from the caller's tensors to the output, ``result`` what it gave, ``steps`` how many there are
     in each call, and ``faults`` what the trace cannot stand for. ``reads`` has the attributes of
     modules (and of objects in them) that were read, by name, ``modes`` in which call whose mode
-    was, ``decisive`` those by which Python decided.
+    was, ``decisive`` those by which Python decided. ``reentrant``: there is PyTorch's reentrant
+    checkpoint in it.
     """
 
     def __init__(
@@ -260,9 +263,11 @@ class Tracer(TorchFunctionMode):
         super().__init__()
         self._leaves, self._paths, self._objects = leaves, paths, objects
         self._device, self._graph = next(model.parameters()).device, fx.Graph()
+        self._devices = {(p.device.type, p.device.index) for p in model.parameters()}
         self._call: _Call = ((0, ""),)
         self.steps: dict[_Call, int] = {self._call: 0}
         self.faults: list[Whole] = []
+        self.reentrant = False
         self.reads, self.decisive = dict[str, Read](), set[str]()
         self.modes: list[tuple[int, _Call, str]] = []
         self._watched = {id(module): path for module, path in paths.items()}
@@ -318,6 +323,10 @@ class Tracer(TorchFunctionMode):
             yield cls, "__getattribute__", self._reading(cls.__getattribute__)
         apply = self._applying(torch.autograd.Function.__dict__["apply"])
         yield torch.autograd.Function, "apply", classmethod(apply)
+        script: Any = torch.jit.ScriptFunction
+        yield script, "__call__", self._scripting(script.__call__)
+        for of, name, cached in cached_functions():
+            yield of, name, self._uncached(cached)
         yield builtins, "len", self._len
         yield nn.TransformerEncoder, "forward", _encode
         for of, name in _DECIDING:
@@ -420,7 +429,7 @@ class Tracer(TorchFunctionMode):
         """Notes that an attribute is set."""
         path = self._paths[module]
         name, at = ".".join(filter(None, (path, key))), (id(module), key)
-        if any(f"{path}.".startswith(f"{leaf}.") for leaf in self._leaves):
+        if self._is_whole(path):
             if not alike(value, attribute(module, key)):
                 self._fault(f"its forward sets {name}, of a module that is called as it is")
         elif at not in self._written:
@@ -462,10 +471,32 @@ class Tracer(TorchFunctionMode):
             own = apply.__get__(None, cls)
             if self.idle:
                 return own(*args, **kwargs)
+            if cls is CheckpointFunction:  # the pipe recomputes what it has to
+                self.reentrant = True
+                return args[0](*args[2:])
             target = Function(own, f"{cls.__name__}_apply")
             return self._perform("call_function", target, own, args, kwargs)
 
         return applied
+
+    def _scripting(self, call: Callable[..., Any]) -> Callable[..., Any]:
+        def called(function: Any, *args: Any, **kwargs: Any) -> Any:
+            if self.idle:
+                return call(function, *args, **kwargs)
+            target = Function(function, function.name)
+            return self._perform("call_function", target, function, args, kwargs)
+
+        return called
+
+    def _uncached(self, cached: Any) -> Callable[..., Any]:
+        """A function with a cache, which would find a size by its value."""
+
+        def called(*args: Any, **kwargs: Any) -> Any:
+            given = flatten((args, kwargs))[0] if not self.idle else ()
+            numbers = any(isinstance(each, _Number) for each in given)
+            return (cached.__wrapped__ if numbers else cached)(*args, **kwargs)
+
+        return called
 
     def _len(self, value: Any, *, _len: Callable[[Any], int] = len) -> int:
         if isinstance(value, Tensor) and value.dim() and not self.idle:
@@ -521,7 +552,15 @@ class Tracer(TorchFunctionMode):
         self, op: str, target: Any, fn: Callable[..., Any], args: Any, kwargs: dict[str, Any]
     ) -> Any:
         self._check_draws()
-        given = self._lift(args), self._lift(kwargs)
+        named = dict(kwargs)
+        if isinstance(named.get("device"), str):
+            named["device"] = torch.device(named["device"])
+        if op == "call_method" and target == self._device.type:  # x.cuda()
+            target, args = "to", (args[0], self._device)
+            fn = Tensor.to
+        elif target == "to" and type(args[-1]) is str:
+            args = (*args[:-1], torch.device(args[-1]))
+        given = self._lift(args), self._lift(named)
         tensors = tensors_in((args, kwargs))
         versions = [None if tensor.is_inference() else tensor._version for tensor in tensors]
         mode, start = _mode(self._device), time.thread_time()
@@ -648,12 +687,15 @@ class Tracer(TorchFunctionMode):
         if isinstance(leaf, _Number):
             return leaf.node
         if isinstance(leaf, torch.device):
-            same = leaf.type == self._device.type and leaf.index in (None, self._device.index)
-            return self._where if same else leaf
+            same = {(leaf.type, leaf.index), (leaf.type, leaf.index or 0)} & self._devices
+            return self._where if same or leaf == torch.device(self._device.type) else leaf
         if isinstance(leaf, PLAIN) and not isinstance(leaf, enum.Enum):
             return float(leaf) if isinstance(leaf, float) else leaf  # NumPy's are floats, too
         if id(leaf) in self._nodes:
             return self._nodes[id(leaf)]
+        module = leaf.__self__ if isinstance(leaf, MethodType) else leaf
+        if isinstance(module, nn.Module) and module in self._paths:
+            return self._handed_on(leaf, module, self._paths[module])
         if isinstance(leaf, nn.Module) or (isinstance(leaf, Tensor) and leaf.requires_grad):
             self._fault(f"a {type(leaf).__name__} that is no part of the model is used")
         by_value = not isinstance(leaf, Tensor)  # it has one name in every run
@@ -663,6 +705,19 @@ class Tracer(TorchFunctionMode):
         self._objects.setdefault(name, leaf)
         return self._place("get_attr", name, key=("object", name), value=leaf)
 
+    def _handed_on(self, leaf: Any, module: nn.Module, path: str) -> fx.Node:
+        """A module, or a method of one, as an argument: others call it by themselves."""
+        inside = self._is_whole(path)
+        if not inside or leaf is not module:
+            owner = self._call[-1][1] if inside else path
+            what = f"{path or 'the model'} (or a method of it) is handed to what calls it by itself"
+            self.faults.append(Whole(owner, line_in_model(), what))
+        return self._place("get_attr", path, key=("module", path), value=module)
+
+    def _is_whole(self, path: str) -> bool:
+        """Whether a module is, or is inside of, one that is called as it is."""
+        return any(f"{path}.".startswith(f"{leaf}.") for leaf in self._leaves)
+
     def _check_draws(self) -> None:
         state = random.getstate()
         if state != self._drawn:
@@ -671,6 +726,19 @@ class Tracer(TorchFunctionMode):
 
     def _fault(self, what: str) -> None:
         self.faults.append(Whole(self._call[-1][1], line_in_model(), what))
+
+
+@functools.cache
+def _caches_in(count: int) -> list[tuple[Any, str, Any]]:
+    known, kind = {"torch", "syncpipe", *sys.stdlib_module_names}, functools._lru_cache_wrapper
+    modules = [m for name, m in list(sys.modules.items()) if name.partition(".")[0] not in known]
+    found = [(m, n, f) for m in modules for n, f in list(getattr(m, "__dict__", {}).items())]
+    return [each for each in found if type(each[2]) is kind]
+
+
+def cached_functions() -> list[tuple[Any, str, Any]]:
+    """Functions with a cache in what is imported: of what, by which name, and themselves."""
+    return _caches_in(len(sys.modules))
 
 
 def line_in_model() -> str:

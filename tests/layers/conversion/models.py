@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections import OrderedDict, UserDict
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -10,6 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
 from tests.support.running import Do
 
@@ -354,6 +356,60 @@ def padded(batch: int, length: int = 7, *, left: bool = False) -> tuple[Tensor]:
     return (ids,)
 
 
+@functools.lru_cache
+def halves(shape: tuple[int, ...]) -> tuple[int, int]:
+    return shape[0] * shape[1], shape[2] // 2
+
+
+def cached(_: Any, x: Tensor) -> Tensor:
+    """Asks a function with a cache about sizes, as einops does."""
+    rows, width = halves((*x.shape, 4)[:3] if x.dim() > 2 else (*x.shape[:1], 2, 2 * x.shape[1]))
+    return x.reshape(rows // 2, -1)[:, :width]
+
+
+@torch.jit.script
+def gated(a: Tensor, b: Tensor) -> Tensor:
+    return torch.tanh(a) * torch.sigmoid(b)
+
+
+class Decodes(nn.Module):
+    """Is handed a module, and calls it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.rand(4))
+
+    def forward(self, x: Tensor, inner: Any) -> Tensor:
+        return inner(x * self.scale)
+
+
+def hands_on(method: bool) -> nn.Module:
+    def forward(m: Any, x: Tensor) -> Tensor:
+        x = m.decode(m.a(x), m.block.between if method else m.block)
+        return m.b(x) if method else m.block(m.b(x))
+
+    decode = Decodes()
+    decode.register_forward_hook(lambda *_: None)
+    block = Pair(lambda m, x: m.b(x)) if method else Pair()
+    return Does(forward, decode=decode, block=block)
+
+
+def recomputes(m: Any, x: Tensor) -> Tensor:
+    """Recomputes its layers by PyTorch's checkpoint, of both kinds."""
+    x = m.a(x)
+    if m.training:
+        x = checkpoint(m.inside, x, use_reentrant=True)
+        return checkpoint(m.b, x, use_reentrant=False)
+    return m.b(m.inside(x))
+
+
+def compiles() -> nn.Module:
+    """A compiled block among others."""
+    model = nn.Sequential(Pair(), Pair(), Pair())
+    model[1].compile(backend="eager")
+    return model
+
+
 class Case(NamedTuple):
     """A model, arguments for so many samples, and how many layers there are in it."""
 
@@ -412,4 +468,17 @@ CASES = {
     "padded, with a norm": Case(lambda: encoder(with_padding, norm=nn.LayerNorm(8)), padded, 6),
     "decoder": Case(decoder, padded, 6),
     "nn.Transformer": Case(both, padded, 8),
+    "a module at several places": Case(
+        lambda: (lambda act: nn.Sequential(nn.Linear(4, 4), act, Pair(lambda _, x: act(x)), act))(
+            nn.GELU()
+        ),
+        rows(),
+        6,
+    ),
+    "a cache of sizes": Case(lambda: Pair(cached), rows(), 2),
+    "TorchScript": Case(lambda: Pair(lambda m, x: gated(x, m.b(x))), rows(), 3),
+    "hands on a module": Case(lambda: hands_on(method=False), rows(), 4),
+    "calls forward": Case(lambda: Pair(lambda m, x: m.a.forward(x) + m.b.forward(x)), rows(), 4),
+    "recomputes": Case(lambda: Does(recomputes, inside=Pair()), rows(), 4),
+    "compiled inside": Case(compiles, rows(), 5),
 }

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import builtins
 import copy
+import functools
 import gc
 import importlib
 import linecache
@@ -308,8 +309,16 @@ def test_tensors_without_the_batch_go_whole():
     model, pipe = two(torch.rand(4, 4), NoChunk(square[:1]))
     assert_close(pipe(square, square[:1]), model(square, square[:1]))
     assert_close(pipe(square, NoChunk(square[:1])), model(square, square[:1]))
-    with pytest.raises(ValueError, match=r"batch size of the sample, 4, .* another dimension"):
-        sequential(Two(), torch.rand(4, 4), torch.rand(4))
+
+
+@pytest.mark.parametrize("whole", [True, False])
+def test_a_batch_size_that_is_another_size_as_well_shows_what_is_cut(whole):
+    """By what the model takes with another batch size."""
+    model = Two()
+    layers = sequential(model, torch.rand(4, 4), torch.rand(4) if whole else torch.rand(4, 1))
+    pipe = Pipe(layers, [1, 1], devices=["cpu:0", "cpu:1"], chunks=2)
+    x, y = torch.rand(6, 4), torch.rand(4) if whole else torch.rand(6, 1)
+    assert_close(pipe(x, y), model(x, y))
 
 
 @pytest.mark.parametrize(
@@ -332,6 +341,32 @@ def test_calls_unlike_the_sample_are_refused(args, kwargs, error, message):
     if not kwargs:
         with pytest.raises(error, match=message):
             pipe.train_batch(args, loss_fn=torch.mean)
+
+
+def with_defaults(forward: Any) -> Any:
+    """Fills in keyword arguments that were not given, as libraries do."""
+
+    @functools.wraps(forward)
+    def wrapped(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if kwargs.get("scale") is None:
+            kwargs["scale"] = 2.0
+        return forward(self, *args, **kwargs)
+
+    return wrapped
+
+
+class Decorated(Pair):
+    @with_defaults
+    def forward(self, x, mask=None, scale=None):
+        return self.b(self.a(x)) * scale * mask
+
+
+def test_keyword_arguments_of_the_sample_are_keyword_arguments():
+    model, mask = Decorated(), torch.rand(3, 1)
+    layers = sequential(model, torch.rand(3, 4), mask=mask)
+    x = torch.rand(3, 4)
+    for found in (layers(x, mask), layers(x=x, mask=mask), layers(x, scale=None, mask=mask)):
+        assert_close(found, model(x, mask=mask))
 
 
 def test_ordinary_pipes_take_exactly_one_input():
@@ -487,6 +522,72 @@ def test_hooks_of_a_state_dict_see_and_change_the_models_names():
     found = list(pipe.state_dict())
     assert seen == [list(model.state_dict())] * 2
     assert found == seen[0][1:]
+
+
+@pytest.mark.parametrize("copied", [False, True])
+def test_names_of_the_model_lead_to_its_modules_and_tensors(copied):
+    model, pipe = both()
+    pipe = copy.deepcopy(pipe) if copied else pipe
+    for name, tensor in pipe.named_parameters(remove_duplicate=False):
+        assert pipe.get_parameter(name) is tensor
+    block = pipe.get_submodule("h.0")
+    theirs = [name for name, _ in model.h[0].named_parameters()]
+    assert sorted(name for name, _ in block.named_parameters()) == sorted(theirs)
+    assert pipe.get_submodule("h.0.norm") is block.norm
+    with pytest.raises(AttributeError, match="no attribute 'nothing'"):
+        pipe.nothing  # noqa: B018
+
+
+def test_distributed_checkpoints_take_a_pipe_as_they_take_the_model():
+    from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+
+    model, pipe = both()
+    optimizer = torch.optim.AdamW(pipe.parameters())
+    for parameter in pipe.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    saved, state = get_state_dict(pipe, optimizer)
+    assert saved.keys() == model.state_dict().keys()
+    _, other = both(1)
+    set_state_dict(
+        other, torch.optim.AdamW(other.parameters()), model_state_dict=saved, optim_state_dict=state
+    )
+    assert all(torch.equal(t, saved[name]) for name, t in other.state_dict().items())
+
+
+def test_load_hooks_of_inlined_modules_run_where_the_pipe_loads():
+    def rename(state: dict[str, Any], prefix: str, *_: Any) -> None:
+        for key in [key for key in state if key.startswith(f"{prefix}old.")]:
+            state[key.replace("old.", "a.")] = state.pop(key)
+
+    inner, model = Pair(), nn.Sequential(nn.Linear(4, 4))
+    inner._register_load_state_dict_pre_hook(rename)
+    model.append(inner)
+    layers = sequential(model, torch.rand(3, 4))
+    assert len(layers) == 3
+    state = {
+        key.replace("1.a", "1.old"): torch.rand_like(v) for key, v in layers.state_dict().items()
+    }
+    layers.load_state_dict(state)
+    assert torch.equal(inner.a.weight, state["1.old.weight"])
+
+
+class FrozenConfig(OrderedDict):  # type: ignore[type-arg]
+    """As diffusers has it."""
+
+    def update(self, *args: Any, **kwargs: Any) -> Any:
+        raise TypeError("this config is frozen")
+
+    __setitem__ = setdefault = pop = update
+
+
+def test_a_config_that_refuses_changes_stays_what_it_is():
+    model, config = Pair(), FrozenConfig()
+    OrderedDict.__setitem__(config, "width", 4)
+    model.config = config
+    pipe = Pipe(sequential(model, torch.rand(3, 4)), [1, 1], devices=["cpu:0", "cpu:1"])
+    assert verify(pipe, torch.rand(3, 4), loss_fn=torch.mean).ok
+    assert dict(model.config) == {"width": 4}
 
 
 def test_what_does_not_fit_is_said_by_the_models_names():

@@ -12,9 +12,17 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from syncpipe import Pipe, sequential
-from tests.layers.conversion.models import Does, Pair, ResNet, Transformer, tokens
+from tests.layers.conversion.models import (
+    Does,
+    Pair,
+    ResNet,
+    Transformer,
+    hands_on,
+    tokens,
+)
 from tests.support.running import Do
 from tests.support.untouched import snapshot
 
@@ -190,6 +198,41 @@ def test_a_model_on_meta_is_converted_without_the_check():
     assert layers.state_dict().keys() == model.state_dict().keys()
     assert len(layers) == len(sequential(Transformer(), *tokens()))
     assert len(sequential(LOOKS(), X, verify=False)) == 2
+
+
+def test_experts_in_one_tensor_are_converted_on_meta():
+    def between(m: Any, x: Tensor) -> Tensor:
+        order = m.gate(x).argmax(-1).argsort(stable=True)
+        ends = torch.full((4,), x.shape[0], dtype=torch.int32)
+        return F.grouped_mm(x[order], m.experts.view(4, 16, 16), offs=ends)
+
+    def model() -> nn.Module:
+        made = Does(lambda m, x: m.out(between(m, m.stem(x))), stem=nn.Linear(4, 16))
+        made.gate, made.out = nn.Linear(16, 4), nn.Linear(16, 4)
+        made.experts = nn.Parameter(torch.rand(4 * 16, 16))
+        made.large = nn.Parameter(torch.rand(2**19))
+        return made
+
+    with torch.device("meta"):
+        empty = model()
+    layers = sequential(empty, X, verify=False)
+    assert len(layers) == len(sequential(model(), X)) == 4
+    assert all(parameter.is_meta for parameter in layers.parameters())
+
+
+def test_a_method_that_is_handed_on_leaves_its_module_whole():
+    model = nn.Sequential(hands_on(method=True), *(nn.Linear(4, 4) for _ in range(6)))
+    (whole,) = [each for each in sequential(model, X).whole if each.path == "0"]
+    assert "or a method of it" in whole.reason
+
+
+def test_a_compiled_model_is_converted_as_itself():
+    compiled = torch.compile(Pair(), backend="eager")
+    with pytest.warns(UserWarning, match=r"Pair is compiled, .*pipe\.compile\(\)"):
+        layers = sequential(compiled, X)
+    assert torch.equal(layers(X), compiled._orig_mod(X))
+    with pytest.raises(TypeError, match=r"give it the module itself, .*pipe\.compile\(\)"):
+        Pipe(compiled, [1, 1])
 
 
 def test_a_dtype_that_changes_after_conversion_is_refused_where_it_matters():
