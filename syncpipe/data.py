@@ -508,6 +508,13 @@ def compact(tensor: Tensor) -> Tensor:
     return tensor.clone() if type(tensor) is Tensor and is_part(tensor) else tensor
 
 
+def disguised(tensor: Tensor, value: Tensor) -> Tensor:
+    """A value as one of the class of ``tensor``, and with the very same attributes."""
+    value = value if type(value) is type(tensor) else value.as_subclass(type(tensor))
+    value.__dict__ = tensor.__dict__
+    return value
+
+
 def clones(tensors: list[Tensor]) -> list[Tensor]:
     """Copies of tensors; those that are one (``(x, x)``) stay one.
 

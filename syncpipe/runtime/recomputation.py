@@ -41,6 +41,7 @@ from syncpipe.data import (
     attributes_of,
     clones,
     described,
+    disguised,
     is_part,
     map_tensors,
     objects_in,
@@ -262,7 +263,8 @@ def is_small(buffer: Tensor) -> bool:
 def copy_of(buffer: Tensor, made: dict[int, Tensor]) -> Tensor:
     """A copy of a buffer; one that two modules share stays one."""
     if id(buffer) not in made:
-        made[id(buffer)] = buffer.detach().clone()
+        copied = buffer.detach().clone()
+        made[id(buffer)] = disguised(buffer, copied) if buffer.__dict__ else copied
     return made[id(buffer)]
 
 
@@ -280,7 +282,7 @@ class _Version:
     """A large buffer, and a copy of it in one version; alive as long as cells need it."""
 
     def __init__(self, buffer: Tensor) -> None:
-        self.buffer, self.copy = buffer, buffer.detach().clone()
+        self.buffer, self.copy = buffer, copy_of(buffer, {})
 
 
 class _Noted(NamedTuple):

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.autograd import forward_ad
 from torch.nn.parameter import is_lazy
 
-from syncpipe.data import hidden_tensor, map_tensors, objects_in, tensors_in
+from syncpipe.data import disguised, hidden_tensor, map_tensors, objects_in, tensors_in
 from syncpipe.layers.batchnorm import MiniBatchStatistics
 from syncpipe.layers.ties import check_replicas
 from syncpipe.options import Selective, StageMode
@@ -36,7 +36,13 @@ from syncpipe.skip.store import SkipKey
 from syncpipe.stages.inplace import handed_on
 from syncpipe.stages.pipeline import Pipeline
 from syncpipe.stages.run import StageRun
-from syncpipe.stages.sharing import CallReplicas, CallTies, knows_itself, stand_in
+from syncpipe.stages.sharing import (
+    CallReplicas,
+    CallTies,
+    knows_itself,
+    stand_in,
+    substitute,
+)
 
 
 class EntryEvent(NamedTuple):
@@ -123,7 +129,7 @@ def plain(
     ties = pipeline.shared.find()
     for run in runs:
         there = {
-            id(tie.tensor): tie.tensor.to(run.stage.device)
+            id(tie.tensor): disguised(tie.tensor, tie.tensor.to(run.stage.device))
             for tie in ties
             if run.stage.j in tie.stages[1:]
             and not same_memory(tie.tensor.device, run.stage.device)
@@ -275,9 +281,7 @@ class Call(MiniBatch):
                     if tensor is None or not tensor.requires_grad or is_lazy(tensor):
                         continue
                     if tensor._backward_hooks or not tensor.is_leaf:
-                        leaf = tensor.detach().requires_grad_()  # counts the same versions
-                        if isinstance(tensor, nn.Parameter):
-                            leaf = torch.Tensor._make_subclass(type(tensor), leaf.detach(), True)
+                        leaf = substitute(tensor, tensor, True)  # counts the same versions
                         leaf = self.instead[stage.number].setdefault(id(tensor), leaf)
                         self.originals[id(leaf)] = tensor
 

@@ -40,7 +40,7 @@ from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.modules.dropout import _DropoutNd
 from torch.nn.parameter import is_lazy
 
-from syncpipe.data import place_of, places_of
+from syncpipe.data import disguised, place_of, places_of
 from syncpipe.layers.batchnorm import ORIGINAL, DeferredBatchNorm
 from syncpipe.layers.ties import Tie, check_modes, find_ties, move_layers
 from syncpipe.runtime.interrupts import Swap, forkable
@@ -56,6 +56,16 @@ _OF_PIPES = ("_layout", "_modules", "_pipeline")  #: what a copy of one has made
 _MISSING = object()
 
 # In all of this ``others`` says, by the identity of a tensor, what is in its place.
+
+
+def substitute(tensor: Tensor, value: Tensor, trained: bool | None = None) -> Tensor:
+    """A leaf with the memory of ``value`` that is to a module what ``tensor`` is."""
+    leaf = value.detach()
+    if type(leaf) is not type(tensor):
+        leaf = torch.Tensor._make_subclass(type(tensor), leaf)
+    return disguised(tensor, leaf).requires_grad_(
+        tensor.requires_grad if trained is None else trained
+    )
 
 
 def stand_in(run: StageRun, others: dict[int, Tensor], shallow: dict[Stage, ShallowCopy]) -> None:
@@ -95,7 +105,8 @@ class ShallowCopy:
     def __init__(self, partition: nn.Module) -> None:
         self._original = partition
         self._made: dict[int, tuple[nn.Module, Any]] = {}
-        self._first: list[dict[str, Any]] = []
+        self._first: list[tuple[Any, Any, dict[str, Any], Sequence[str]]] = []
+        self._originals: dict[int, Any] = {}
         self.partition: Any = self.follow({})
 
     def follow(self, others: dict[int, Tensor]) -> Any:
@@ -105,6 +116,8 @@ class ShallowCopy:
             ValueError: a module has a ``forward`` that knows it.
         """
         before, self._made, self._first = self._made, {}, []
+        own = [t for *_, t in places_of(self._original) if id(t) in others]
+        self._originals = {id(others[id(tensor)]): tensor for tensor in own}
         inside: set[nn.Module] = set()
         for _, module in self._original.named_modules(inside):
             pipe = getattr(module, "_syncpipe_skips_are_internal", False)
@@ -118,7 +131,12 @@ class ShallowCopy:
         for module, other in self._made.values():
             state = self._state(module, others)
             object.__setattr__(other, "__dict__", state)  # `__setattr__` may be the user's
-            self._first.append(dict(state))
+            self._originals[id(other)] = module
+            internal = _OF_PIPES if hasattr(module, "_syncpipe_skips_are_internal") else ()
+            for name in ("__dict__", "_parameters", "_modules", "_buffers"):
+                there, here = getattr(module, name), getattr(other, name)
+                if there is not here:
+                    self._first.append((there, here, dict(here), internal))
         self.partition = self._made[id(self._original)][1]
         return self.partition
 
@@ -147,12 +165,16 @@ class ShallowCopy:
         return state
 
     def give_back(self) -> None:
-        """Sets on the modules what a forward has set on their copies."""
-        for (module, other), first in zip(self._made.values(), self._first, strict=True):
-            own = _OF_PIPES if hasattr(module, "_syncpipe_skips_are_internal") else ()
-            for name, value in other.__dict__.items():
-                if first.get(name, _MISSING) is not value and name not in own:
-                    module.__dict__[name] = value
+        """Sets on the modules what a forward has set on their copies, or made in them."""
+        for there, here, first, internal in self._first:
+            for name in {**first, **here}:
+                value = here.get(name, _MISSING)
+                if first.get(name, _MISSING) is value or name in internal:
+                    continue
+                if value is _MISSING:
+                    there.pop(name, None)
+                else:
+                    there[name] = self._originals.get(id(value), value)
 
 
 # -- copies of leaves
@@ -188,7 +210,7 @@ class _Leaves:
                     self.made[key] = _Copy(tensor, copy, event, version_of(copy))
                 value = self.made[key].copy
                 lane.receive(self.made[key].event, [value])
-            return value.detach().requires_grad_(tensor.requires_grad)
+            return substitute(tensor, value)
 
 
 # -- tied weights
@@ -338,7 +360,7 @@ class Replica:
         leaves = {}
         for key, (tensor, leaf) in self._leaves.items():
             shared = leaf.requires_grad and place_of(leaf) == place_of(tensor)
-            leaves[key] = leaf.data.clone().requires_grad_() if shared else leaf
+            leaves[key] = substitute(tensor, leaf.data.clone()) if shared else leaf
         self._copy.follow(leaves)
 
     def of(self, tensor: Tensor) -> Tensor:
@@ -358,6 +380,7 @@ class CallReplicas:
         self._owners = [runs[those[0]] for those in pipeline.numbers if len(those) > 1]
         self.trained: dict[int, list[Tensor]] = {}
         self._before: list[tuple[Stage, nn.Module, str, Tensor, int]] = []
+        self._places: list[tuple[Stage, int]] = []  # and how many parameters and buffers it has
         #: Owners and replicas, in which mode, and whether these go by what earlier calls showed.
         self._draws: list[tuple[StageRun, StageRun, Any, bool]] = []
         for (j, *others), replicas in zip(pipeline.numbers, pipeline.replicas, strict=True):
@@ -374,7 +397,8 @@ class CallReplicas:
                 if k < runs[j].m:  # else it has no micro-batch in this call
                     self._trust(runs[j], runs[number])
             for stage in [runs[number].stage for number in (j, *others)]:
-                places = places_of(stage.partition)
+                places = list(places_of(stage.partition))
+                self._places.append((stage, len(places)))
                 self._before += [(stage, m, name, t, version_of(t)) for m, _, name, t in places]
 
     def _trust(self, owner: StageRun, run: StageRun) -> None:
@@ -412,6 +436,14 @@ class CallReplicas:
                     "has replicas: each of them sees some of the micro-batches only, and what a "
                     "layer counts in its buffers, or writes into its parameters, would be of "
                     "these. Give the stage one device, or let the layer return it"
+                )
+        for stage, number in self._places:
+            if len(list(places_of(stage.partition))) != number:
+                raise RuntimeError(
+                    f"a layer of stage {stage.j}, which has replicas, made or removed a parameter, "
+                    "a buffer or a module in its forward, and each replica did so by itself. From "
+                    "the next call on all have those of the first one: call again, or run the "
+                    "plain model once before it is made a Pipe"
                 )
         unexpected: list[str] = []
         for owner, run, mode, trusted in self._draws:

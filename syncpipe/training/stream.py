@@ -47,7 +47,7 @@ from syncpipe.schedules.stream import Extent, StreamSteps, Versions, version_use
 from syncpipe.stages.call import Call, sent
 from syncpipe.stages.pipeline import Pipeline
 from syncpipe.stages.run import StageRun
-from syncpipe.stages.sharing import swaps_of
+from syncpipe.stages.sharing import substitute, swaps_of
 from syncpipe.stages.stage import Stage
 from syncpipe.training.cell import Accumulated
 from syncpipe.training.loss import Loss, LossHead, Objective, known_loss
@@ -454,9 +454,7 @@ def _trained(partition: nn.Module) -> list[nn.Parameter]:
 
 def _leaf(parameter: nn.Parameter) -> Tensor:
     """Of the same memory; not by ``detach()``, which would have the same version counter."""
-    leaf = parameter.data.as_subclass(type(parameter)).requires_grad_()
-    leaf.__dict__.update(parameter.__dict__)
-    return leaf
+    return substitute(parameter, parameter.data)
 
 
 def _mark(leaf: Tensor) -> tuple[int, int]:

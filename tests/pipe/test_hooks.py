@@ -239,7 +239,6 @@ def sharded(layer: nn.Module) -> nn.Module:
 WRAPPERS = {"DistributedDataParallel": nn.parallel.DistributedDataParallel, "FSDP": sharded}
 
 
-@needs_gloo
 def test_a_pipe_inside_a_layer_keeps_parameters_that_have_hooks():
     layers = nn.Sequential(nn.Linear(3, 3), nn.Tanh())
     inner = Pipe(layers, [1, 1], devices=["cpu:0", "cpu:1"], chunks=2)
@@ -251,6 +250,7 @@ def test_a_pipe_inside_a_layer_keeps_parameters_that_have_hooks():
         assert all(a is b for a, b in zip(pipe.parameters(), before, strict=True))
 
 
+@needs_gloo
 @pytest.mark.parametrize("run", KINDS)
 @pytest.mark.parametrize("name", WRAPPERS)
 @pytest.mark.parametrize("place", ["layer", "inside", "later"])

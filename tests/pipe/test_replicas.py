@@ -122,7 +122,7 @@ def test_a_trace_has_a_row_for_each_device(checkpoint):
 
 
 def otherwise(x: Tensor, linear: nn.Module) -> Tensor:
-    return linear(x) * (1 if isinstance(linear.weight, nn.Parameter) else 1.1)
+    return linear(x) * (1.1 if threading.current_thread().name.endswith("cpu:1") else 1)
 
 
 @pytest.mark.parametrize("ok", [True, False])
