@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from difflib import get_close_matches
 from pathlib import Path
-from typing import Any, ParamSpec, TypeVar
+from typing import Any, NoReturn, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
@@ -18,9 +18,13 @@ from torch import Tensor
 from syncpipe.runtime.errors import annotate
 from syncpipe.runtime.thread_state import uncompiled
 
-__all__ = ["explained", "outside", "refuse_backward", "target_hint", "unknown_attribute"]
+__all__ = [
+    "FixedLayers", "FixedList", "check_setting", "explained", "outside", "refuse_backward",
+    "target_hint", "unknown_attribute",
+]  # fmt: skip
 
 _P = ParamSpec("_P")
+_T = TypeVar("_T")
 _R = TypeVar("_R")
 
 _LAYERS = "make another Pipe of the layers: layers = [*pipe]; pipe[k] = layer replaces one"
@@ -50,7 +54,19 @@ _WORDS = {
     **{"model": "module", "accumulation_steps": "accumulate", "reduction": "loss_reduction"},
 }
 _OF_THE_PIPE = {"balance", "devices", "replicas", "chunks", "checkpoint"}
+_MADE_SO = "it is decided when a pipe is made: Pipe([*pipe], pipe.balance, {}=..., ...)"
+_VALUES = "it is for layers that Pipe(...) makes: pipe.apply(init_fn) sets those that are there"
+#: Arguments of ``Pipe`` that are no attributes.
+_SETTINGS = {
+    **{name: _MADE_SO.format(name) for name in ("deferred_batch_norm", "unpack")},
+    **dict.fromkeys(("init_fn", "seed"), _VALUES),
+    "sample": "it is what Pipe(..., balance='time') measures with: set pipe.balance = "
+    "syncpipe.balance.balance_by_time(n, pipe[:], sample)",
+    "module": "a pipe is a list of its layers: pipe[k] = layer replaces one",
+    "partitions": "pipe.balance = [...] cuts the layers anew, and pipe[k] = layer replaces one",
+}
 _ATTRIBUTES = {
+    **_SETTINGS,
     "save_checkpoint": "torch.save(pipe.state_dict(), path), whose keys no balance changes",
     "load_checkpoint": "pipe.load_state_dict(torch.load(path))",
     "gradient_accumulation_steps": "pipe.chunks is the number of micro-batches",
@@ -115,6 +131,60 @@ def unknown_attribute(name: str, names: Iterable[str], error: AttributeError) ->
     if (answer := _ATTRIBUTES.get(name)) is None and not name.startswith("_"):
         answer = _closest(name, names, "did you mean pipe.{}?")
     return AttributeError(f"{error}: {answer}", name=name) if answer else error
+
+
+def check_setting(name: str, value: Any) -> None:
+    """Refuses to set what is an argument of ``Pipe``, and no attribute that would be followed."""
+    if name in _SETTINGS:
+        raise AttributeError(f"pipe.{name} = {value!r:.60} would do nothing: {_SETTINGS[name]}")
+
+
+class FixedList(list[_T]):
+    """A list that a pipe shows, and that is no place to change the pipe; copies are plain lists.
+
+    Args:
+        name: the attribute that it is.
+    """
+
+    def __init__(self, name: str, values: Iterable[_T]) -> None:
+        super().__init__(values)
+        self._name = name
+
+    def _refuse(self, *_: Any) -> NoReturn:
+        raise TypeError(
+            f"pipe.{self._name} cannot be changed in place: {_SETTINGS[self._name]}"
+            if self._name in _SETTINGS
+            else f"pipe.{self._name} cannot be changed in place: set it as a whole, "
+            f"pipe.{self._name} = [...]; list(pipe.{self._name}) is one to edit"
+        )
+
+    def __reduce__(self) -> Any:
+        return list, (list(self),)
+
+
+class FixedLayers(dict[str, Any]):
+    """The layers of a partition, by name; those of its pipe, which alone can change them."""
+
+    def _refuse(self, *_: Any, **__: Any) -> NoReturn:
+        raise TypeError(
+            "the layers of pipe.partitions[j] are the pipe's, which would go on with its own: put "
+            "another one in the place of one by pipe[k] = layer; for more or fewer of them make "
+            "another Pipe of [*pipe]"
+        )
+
+    def __reduce__(self) -> Any:
+        return type(self), (dict(self),)
+
+
+for _kind in (FixedList, FixedLayers):
+    for _name in (
+        "__setitem__", "__delitem__", "__iadd__", "__imul__", "__ior__", "append", "clear",
+        "extend", "insert", "pop", "popitem", "remove", "reverse", "setdefault", "sort", "update",
+    ):  # fmt: skip
+        if hasattr(_kind, _name):
+            setattr(_kind, _name, _kind._refuse)
+#: So that ``torch.load`` reads what of a pipe is in a checkpoint.
+torch.serialization.add_safe_globals([list])
 
 
 def refuse_backward(results: Any) -> Any:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import operator
 import warnings
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -14,7 +15,7 @@ from typing import Any, cast
 from torch import nn
 
 from syncpipe.balance.balances import balance_named
-from syncpipe.hints import outside
+from syncpipe.hints import FixedLayers, outside
 from syncpipe.layers import placement
 from syncpipe.layers.batchnorm import defer_batch_norm
 from syncpipe.layers.conversion.signature import batch_input
@@ -92,6 +93,11 @@ class Layout:
     def workers(self) -> list[Worker]:
         """For each stage the worker that holds its layers."""
         return [those[0] for those in self.served]
+
+
+def same_layers(a: Mapping[str, Any], b: Mapping[str, Any]) -> bool:
+    """Whether two pipes have the same modules under the same names, in the same order."""
+    return list(a) == list(b) and all(map(operator.is_, a.values(), b.values()))
 
 
 def first_layout(
@@ -195,8 +201,11 @@ def _placed(layout: Layout, how: Initialization) -> Layout:
     if layout.defers:
         defer_batch_norm(layout.sequential())
     move_layers(partitions, devices)
+    for partition in partitions:
+        partition._modules = FixedLayers(partition._modules)
     for place in chain.from_iterable(tie.places for tie in find_ties(partitions)):
-        partitions[place.stage].tied |= {place.full_name}
+        partition = partitions[place.stage]
+        vars(partition)["tied"] = partition.tied | {place.full_name}
     return layout
 
 
@@ -210,8 +219,8 @@ def _partitions(asked: Layout, training: bool, before: Layout) -> list[Partition
         partition = Partition()
         if same:  # hooks, which are on the partitions that people have seen
             partition.__dict__.update({**before.partitions[j].__dict__, "_modules": {}})
-        partition._modules.update(islice(layers, size))
         partition.training, partition.defers = training, asked.defers
         partition.unpack, partition.tied = asked.unpack, frozenset()
+        partition._modules.update(islice(layers, size))  # last: they may have such names
         found.append(partition)
     return found

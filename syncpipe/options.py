@@ -78,6 +78,13 @@ def _with_slots(slots: Any) -> partial[Schedule]:
     return partial(one_f_one_b, slots=slots)
 
 
+def slots_of(schedule: ScheduleLike) -> Any:
+    """The slots of a schedule that was made of them, or None."""
+    if isinstance(schedule, partial) and schedule.func is one_f_one_b:
+        return schedule.keywords.get("slots")
+    return None
+
+
 def check_slots(schedule: ScheduleLike, replicas: Sequence[int]) -> None:
     """Refuses slots that are wrong for so many replicas of each stage."""
     if isinstance(schedule, partial) and schedule.func is one_f_one_b:

@@ -19,16 +19,32 @@ from torch import Tensor, distributed, nn
 from torch.optim import Optimizer
 
 from syncpipe.data import tensors_in
-from syncpipe.hints import explained, outside, refuse_backward, target_hint, unknown_attribute
+from syncpipe.hints import (
+    FixedList,
+    check_setting,
+    explained,
+    outside,
+    refuse_backward,
+    target_hint,
+    unknown_attribute,
+)
+from syncpipe.layers.batchnorm import defer_batch_norm
 from syncpipe.layers.conversion.layer import ModelNames
 from syncpipe.layers.conversion.sequential import HOOKS
 from syncpipe.layers.conversion.signature import batch_input, call_input, model_signature, refresh
-from syncpipe.layers.listing import Initialization, Layer, Layers, as_layer, as_sequential
+from syncpipe.layers.listing import (
+    Initialization,
+    Layer,
+    Layers,
+    LayerSpec,
+    as_layer,
+    as_sequential,
+)
 from syncpipe.layers.placement import check_devices, check_input, moves, own_call
 from syncpipe.layers.state_dict_keys import translate_keys
 from syncpipe.layers.time_first import watch_time_first
 from syncpipe.layers.unpack import unpacks
-from syncpipe.layout import Layout, first_layout
+from syncpipe.layout import Layout, first_layout, same_layers
 from syncpipe.options import (
     check_slots,
     check_stream,
@@ -36,6 +52,7 @@ from syncpipe.options import (
     checked_modes,
     checked_replicas,
     checked_schedule,
+    slots_of,
 )
 from syncpipe.planner.auto import auto
 from syncpipe.runtime.interrupts import forkable
@@ -245,11 +262,25 @@ class Pipe(ModelNames):
     def _take(self, layout: Layout) -> None:
         """Goes on with another layout. Layers may be named as attributes are."""
         self._layout = layout
-        self._modules = dict[str, Any](layout.layers)
+        if not same_layers(self._modules, layout.layers):
+            self._modules = dict[str, Any](layout.layers)
         self._pipeline: Pipeline | None = None
         self._watched = False
 
     def _change(self, **asked: Any) -> None:
+        """Another layout, of the layers that are there now."""
+        asked = {"layers": dict(self._modules), **asked}
+        if new := asked["layers"].keys() - self._layout.layers.keys():
+            raise ValueError(
+                f"the pipe was given another module, {', '.join(sorted(new))}, and its modules are "
+                "its layers: del it, and keep it elsewhere, or make another Pipe"
+            )
+        for k, (name, layer) in enumerate(self._modules.items()):
+            if isinstance(layer, LayerSpec) and asked["layers"].get(name) is layer:
+                raise ValueError(
+                    f"pipe.{name} is a {layer!r}, which is not built, so an optimizer would miss "
+                    f"its parameters: put it in by pipe[{k}] = {layer!r}"
+                )
         self._take(self._layout.changed(self.training, **asked))
 
     def _followed(self) -> Layout:
@@ -263,28 +294,24 @@ class Pipe(ModelNames):
                     "given: make another Pipe, or change pipe[k]",
                     stacklevel=outside(),
                 )
-        if list(self._modules.items()) != list(self._layout.layers.items()):
-            if new := self._modules.keys() - self._layout.layers.keys():
-                raise ValueError(
-                    f"the pipe was given another module, {', '.join(sorted(new))}, and its modules "
-                    "are its layers: del it, and keep it elsewhere, or make another Pipe"
-                )
-            self._change(layers=dict(self._modules))
+        if not same_layers(self._modules, self._layout.layers):
+            self._change()
         return self._layout
 
     @property
     def balance(self) -> list[int]:
         """For each partition the number of its layers. Setting it cuts the layers anew."""
-        return list(self._layout.balance)
+        return FixedList("balance", self._layout.balance)
 
     @balance.setter
     def balance(self, balance: Iterable[int] | str) -> None:
-        self._change(layers=dict(self._modules), balance=balance)
+        self._change(balance=balance)
 
     @property
     def devices(self) -> list[torch.device]:
         """For each partition its device, or those of its replicas. Setting it moves the layers."""
-        return [worker.device for worker in chain.from_iterable(self._layout.served)]
+        served = chain.from_iterable(self._layout.served)
+        return FixedList("devices", [worker.device for worker in served])
 
     @devices.setter
     def devices(self, devices: Iterable[Any]) -> None:
@@ -293,7 +320,7 @@ class Pipe(ModelNames):
     @property
     def replicas(self) -> list[int]:
         """For each partition how many devices serve it. Setting it assigns the devices anew."""
-        return list(map(len, self._layout.served))
+        return FixedList("replicas", map(len, self._layout.served))
 
     @replicas.setter
     def replicas(self, replicas: int | Iterable[int]) -> None:
@@ -327,9 +354,19 @@ class Pipe(ModelNames):
         self._layout = self._layout.with_schedule(checked_schedule(schedule))
 
     @property
+    def slots(self) -> Any:
+        """Those of the schedule ``"1f1b"``; None by default. Setting them chooses it."""
+        return slots_of(self.schedule)
+
+    @slots.setter
+    def slots(self, slots: str | Sequence[int] | None) -> None:
+        plain = "1f1b" if slots_of(self.schedule) is not None else self.schedule
+        self.schedule = checked_schedule(plain, slots)
+
+    @property
     def partitions(self) -> list[nn.Sequential]:
         """For each stage its layers, as an ``nn.Sequential`` that shares them with the pipe."""
-        return list(self._followed().partitions)
+        return FixedList("partitions", self._followed().partitions)
 
     # --- a list of layers ------------------------------------------------------------------------
 
@@ -632,8 +669,8 @@ class Pipe(ModelNames):
         Layers that come later, ``pipe[k] = layer``, are not. A stage with replicas then refuses to
         run: its layers run as shallow copies, which a compiled one does not know.
         """
-        for layer in self:
-            layer._compiled_call_impl = torch.compile(_called(layer._call_impl), *args, **kwargs)
+        for partition in self.partitions:
+            partition.compile(*args, **kwargs)
 
     def no_sync(self) -> AbstractContextManager[None]:
         """Let the first call after this block average gradients over processes, for all in it::
@@ -681,7 +718,19 @@ class Pipe(ModelNames):
     def _ready(self) -> Pipeline:
         """The pipeline over the layers as they are now."""
         layout = self._followed()
+        for j, partition in enumerate(layout.partitions):
+            if own := [
+                *partition._parameters,
+                *partition._buffers,
+                *{"forward"} & vars(partition).keys(),
+            ]:
+                raise ValueError(
+                    f"pipe.partitions[{j}] was given {', '.join(own)} of its own, which the pipe "
+                    "would not use: put it into a layer, and del it there"
+                )
         refresh(self)
+        if layout.defers and defer_batch_norm(layout.sequential()):  # put into a layer since
+            self._pipeline = None
         with _building:
             # After a fork its threads are gone, and its locks may be held by nobody.
             if self._pipeline is None or self._pipeline.process != os.getpid():
@@ -782,6 +831,11 @@ class Pipe(ModelNames):
         gone = dict.fromkeys(("_pipeline", "_trace", "_averaging"))
         return {**self.__dict__, **gone, "_made_of": {}, "_loss_counts": LossCounts()}
 
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name not in self.__dict__.get("_modules", ()):
+            check_setting(name, value)
+        super().__setattr__(name, value)
+
     def __getattr__(self, name: str) -> Any:
         try:
             return super().__getattr__(name)
@@ -801,8 +855,3 @@ class Pipe(ModelNames):
             for name, layer in islice(layers, self._layout.balance[j]):
                 lines.append(indent(f"({name}): {layer!r}", "    "))
         return "\n".join([*lines, ")"])
-
-
-def _called(call: Callable[..., Any]) -> Callable[..., Any]:
-    """PyTorch before 2.15 compiles its own layers inside of a function only."""
-    return lambda *args, **kwargs: call(*args, **kwargs)

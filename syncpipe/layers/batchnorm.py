@@ -175,8 +175,8 @@ _DEFERRED: dict[type[nn.Module], type[DeferredBatchNorm]] = {
 }
 
 
-def defer_batch_norm(module: nn.Module) -> None:
-    """Makes the batch normalisations of a model deferred ones, or changes nothing.
+def defer_batch_norm(module: nn.Module) -> bool:
+    """Makes the batch normalisations of a model deferred ones, or changes nothing; whether it did.
 
     Layers without running statistics, and those already deferred, are left alone.
     """
@@ -201,6 +201,7 @@ def defer_batch_norm(module: nn.Module) -> None:
         norm.__class__ = _DEFERRED[type(norm)]
     if plain and any("_orig_mod" in part._modules for part in module.modules()):
         torch.compiler.reset()  # PyTorch 2.11 would run what it compiled of the plain ones
+    return bool(plain)
 
 
 def _not_plain(norm: nn.Module) -> str:

@@ -39,6 +39,16 @@ class Partition(nn.Sequential):
             return chained(self._modules.values(), input)
         return super().forward(input)  # type: ignore[no-untyped-call]
 
+    def compile(self, *args: Any, **kwargs: Any) -> None:
+        """Compile each layer: a pipe runs layers one by one."""
+        for layer in self:
+            layer._compiled_call_impl = torch.compile(_called(layer._call_impl), *args, **kwargs)
+
+
+def _called(call: Callable[..., Any]) -> Callable[..., Any]:
+    """PyTorch before 2.15 compiles its own layers inside of a function only."""
+    return lambda *args, **kwargs: call(*args, **kwargs)
+
 
 class Stage:
     """One partition on one device; or some of its layers, a unit that is recomputed by itself.

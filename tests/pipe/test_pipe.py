@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import copy
+import inspect
 import io
+import operator
 import pickle
 import re
+from collections import OrderedDict
 from functools import partial
 from typing import Any
 
@@ -34,16 +37,68 @@ def made(*args: Any, **arguments: Any) -> Pipe:
 # --- attributes ------------------------------------------------------------------------------
 
 
-def test_attributes_are_what_was_given_and_their_lists_are_copies():
+def test_attributes_are_what_was_given():
     pipe = made((1, 3), devices=["cpu:1", "cpu:0", "cpu:5"], chunks=3, checkpoint="always")
     assert pipe.balance == [1, 3]
     assert pipe.devices == [torch.device("cpu", 1), torch.device("cpu", 0)], "unused one is dropped"
     assert (pipe.chunks, pipe.checkpoint) == (3, "always")
     pipe = made([2, 2])
     assert (pipe.chunks, pipe.checkpoint) == (1, "except_last")
-    for found in (pipe.balance, pipe.devices, pipe.partitions):
-        found.clear()
-    assert (pipe.balance, len(pipe.devices), len(pipe.partitions)) == ([2, 2], 2, 2)
+
+
+@pytest.mark.parametrize("name", ["balance", "devices", "replicas", "partitions"])
+def test_a_list_that_a_pipe_shows_refuses_to_be_changed_in_place(name):
+    pipe = made([2, 2])
+    found, before = getattr(pipe, name), list(getattr(pipe, name))
+    edits = [
+        lambda: found.append(before[0]), lambda: found.__setitem__(0, before[1]), found.clear,
+        lambda: operator.iadd(found, before), lambda: operator.delitem(found, 0), found.reverse,
+    ]  # fmt: skip
+    for edit in edits:
+        with pytest.raises(TypeError, match=rf"pipe\.{name} cannot be changed in place.*= "):
+            edit()
+    assert getattr(pipe, name) == before
+    file = io.BytesIO()
+    torch.save(list(found) if name == "partitions" else found, file)
+    file.seek(0)
+    loaded = torch.load(file, weights_only=name != "partitions")
+    assert type(loaded) is type(copy.copy(found)) is list
+    assert len(loaded) == 2
+
+
+SET_IN_A_CONSTRUCTOR = {
+    "deferred_batch_norm": True, "unpack": True, "seed": 1, "init_fn": print, "sample": 0,
+    "module": [], "partitions": [],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", inspect.signature(Pipe).parameters)
+def test_an_argument_of_a_pipe_is_an_attribute_or_says_that_it_is_none(name):
+    pipe = made([2, 2])
+    if name not in SET_IN_A_CONSTRUCTOR:
+        setattr(pipe, name, getattr(pipe, name))
+        return
+    with pytest.raises(AttributeError, match=rf"pipe\.{name} = .* would do nothing: .*pipe"):
+        setattr(pipe, name, SET_IN_A_CONSTRUCTOR[name])
+    model = nn.Sequential(OrderedDict({name: nn.Tanh()}))  # a layer may have such a name
+    setattr(pipe := Pipe(model, [1]), name, nn.Sigmoid())
+    assert torch.equal(pipe(torch.zeros(1)), torch.tensor([0.5]))
+
+
+def test_slots_are_set_and_chosen_with_the_schedule():
+    pipe = four_stages(**NEVER)
+    assert pipe.slots is None
+    pipe.slots = "textbook"
+    assert pipe.slots == "textbook"
+    assert rows_of(pipe) == rows_of(four_stages(slots="textbook", **NEVER))
+    with pytest.raises(ValueError, match=r"slots=\(2, 1\).* 4 stages"):
+        pipe.slots = [2, 1]
+    assert pipe.slots == "textbook"
+    pipe.slots = None
+    assert pipe.schedule == "1f1b"
+    pipe.schedule = "gpipe"
+    with pytest.raises(ValueError, match="only schedule='1f1b' has slots"):
+        pipe.slots = [4, 3, 2, 1]
 
 
 def test_layers_and_partitions_are_those_of_the_sequential():
@@ -278,6 +333,94 @@ def test_a_layer_that_is_replaced_by_name_is_the_one_that_runs(how):
     how(pipe, "fc", new)
     assert pipe(x).shape == (4, 5)
     assert pipe.partitions[1].fc is new
+
+
+def _deleted_and_set(pipe: Pipe, layer: nn.Module) -> None:
+    del pipe.fc
+    pipe.fc = layer
+
+
+REPLACED = {
+    "setattr": lambda pipe, layer: setattr(pipe, "fc", layer),
+    "index": lambda pipe, layer: operator.setitem(pipe, -1, layer),
+    "add_module": lambda pipe, layer: pipe.add_module("fc", layer),
+    "set_submodule": lambda pipe, layer: pipe.set_submodule("fc", layer),
+    "modules": lambda pipe, layer: operator.setitem(pipe._modules, "fc", layer),
+    "deleted and set": _deleted_and_set,
+}
+SETTINGS = {
+    "devices": ["cpu:1", "cpu:0"], "replicas": [1, 1], "schedule": "gpipe", "balance": [1, 3],
+    "checkpoint": "never", "chunks": 2, "slots": None,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("way", REPLACED)
+@pytest.mark.parametrize("setting", SETTINGS)
+def test_a_layer_that_was_replaced_stays_when_something_is_set(way, setting):
+    pipe, x, new = Pipe(named_model(), [2, 2], chunks=2).eval(), torch.randn(4, 3), nn.Linear(3, 5)
+    pipe(x)
+    REPLACED[way](pipe, new)
+    setattr(pipe, setting, SETTINGS[setting])
+    torch.testing.assert_close(pipe(x), nn.Sequential(*pipe)(x))
+    assert list(pipe)[-1] is pipe.fc is pipe.partitions[-1].fc is new
+    assert pipe.state_dict()["fc.weight"].shape == (5, 3)
+
+
+IN_A_PARTITION = {
+    "index": lambda part, layer: operator.setitem(part, -1, layer),
+    "setattr": lambda part, layer: setattr(part, "fc", layer),
+    "modules": lambda part, layer: operator.setitem(part._modules, "fc", layer),
+    "update": lambda part, layer: part._modules.update(fc=layer),
+    "append": lambda part, layer: part.append(layer),
+    "extend": lambda part, layer: part.extend([layer]),
+    "add": lambda part, layer: operator.iadd(part, nn.Sequential(layer)),
+    "del": lambda part, layer: operator.delitem(part, 0),
+    "pop": lambda part, layer: part.pop(0),
+    "set_submodule": lambda part, layer: part.set_submodule("fc", layer),
+}
+
+
+@pytest.mark.parametrize("copied", [False, True])
+@pytest.mark.parametrize("way", IN_A_PARTITION)
+def test_layers_are_not_changed_in_a_partition(way, copied):
+    pipe, x = Pipe(named_model(), [2, 2], chunks=2).eval(), torch.randn(4, 3)
+    pipe = copy.deepcopy(pipe) if copied else pipe
+    before, layers = pipe(x), list(pipe)
+    with pytest.raises(TypeError, match=r"pipe\.partitions\[j\].*pipe\[k\] = layer"):
+        IN_A_PARTITION[way](pipe.partitions[1], nn.Linear(3, 2))
+    assert list(pipe) == [layer for part in pipe.partitions for layer in part] == layers
+    assert torch.equal(pipe(x), before)
+
+
+@pytest.mark.parametrize("value", [nn.Parameter(torch.ones(())), lambda input: input])
+def test_what_a_partition_would_not_use_is_refused(value):
+    pipe, x = made([2, 2]), torch.randn(4, 3)
+    name = "forward" if callable(value) else "scale"
+    setattr(pipe.partitions[1], name, value)
+    with pytest.raises(ValueError, match=rf"partitions\[1\] was given {name} of its own"):
+        pipe(x)
+    delattr(pipe.partitions[1], name)
+    pipe(x)
+
+
+def test_a_spec_that_was_put_in_by_name_is_refused_until_it_is_built():
+    pipe, x = Pipe(named_model(), [2, 2]), torch.randn(4, 3)
+    pipe.fc = spec = LayerSpec(nn.Linear, 3, 5)
+    for call in (lambda: pipe(x), lambda: setattr(pipe, "devices", FOUR)):
+        with pytest.raises(ValueError, match=r"pipe\.fc is a LayerSpec.*pipe\[3\] = "):
+            call()
+    pipe[3] = spec
+    assert pipe(x).shape == (4, 5)
+
+
+def test_a_normalisation_that_was_put_into_a_layer_is_deferred_as_well():
+    pipe = Pipe(
+        nn.Sequential(nn.Sequential(nn.Linear(3, 3))), [1], chunks=2, deferred_batch_norm=True
+    )
+    pipe(x := torch.randn(4, 3))
+    pipe[0].append(nn.BatchNorm1d(3))
+    pipe(x)
+    assert pipe[0][1].num_batches_tracked == 1
 
 
 def test_new_layers_are_of_all_kinds_and_go_to_the_device_of_their_stage():
