@@ -832,7 +832,11 @@ class Pipe(ModelNames):
         return {**self.__dict__, **gone, "_made_of": {}, "_loss_counts": LossCounts()}
 
     def __setattr__(self, name: str, value: Any) -> None:
-        if name not in self.__dict__.get("_modules", ()):
+        layers = list(self.__dict__.get("_modules", ()))
+        if isinstance(value, LayerSpec) and name in layers:
+            self[layers.index(name)] = value  # built now, for optimizers
+            return
+        if name not in layers:
             check_setting(name, value)
         super().__setattr__(name, value)
 

@@ -12,6 +12,7 @@ import inspect
 import operator
 import random
 import reprlib
+import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from contextlib import suppress
 from contextvars import ContextVar
@@ -26,6 +27,7 @@ import torch
 from torch import Tensor, nn
 
 from syncpipe.data import places_of
+from syncpipe.hints import outside
 from syncpipe.layers.placement import check_module
 from syncpipe.layers.ties import move_layers
 from syncpipe.runtime.errors import annotate
@@ -430,15 +432,55 @@ def build_layers(
 
 
 def or_as_before(partitions: Sequence[nn.Module], run: Callable[[], _T]) -> _T:
-    """Calls what gives layers on ``meta`` values; if it fails, they are there again."""
+    """Calls what gives layers on ``meta`` values; these come into the very tensors that were there.
+
+    So an optimizer that was made before has the parameters that are trained. If it fails, the
+    tensors are on ``meta`` again.
+    """
     every = chain.from_iterable(map(places_of, partitions))
     before = [(module, name, tensor) for module, _, name, tensor in every if tensor.is_meta]
+    recurrent = {module for module, *_ in before if isinstance(module, nn.RNNBase)}
+    kept: dict[int, tuple[Tensor, Tensor]] = {}
     try:
-        return run()
+        found = run()
+        for rnn in recurrent:
+            rnn._flat_weight_refs = []  # what has weak references cannot be exchanged
+        for module, name, old in before:
+            new = getattr(module, name, old)
+            if old.is_meta and not new.is_meta and _exchange(old, new, name):
+                kept[id(new)] = new, old
+        for module, _, name, tensor in list(chain.from_iterable(map(places_of, partitions))):
+            if id(tensor) in kept:
+                setattr(module, name, kept[id(tensor)][1])
+        for rnn in recurrent:
+            rnn._init_flat_weights()
+        return found
     except BaseException:
-        for place in before:
-            setattr(*place)
+        for rnn in recurrent:
+            rnn._flat_weight_refs = []
+        for module, name, old in before:
+            if not old.is_meta:
+                _exchange(old, _empty(old, torch.device("meta"), zeros=True), name)
+            setattr(module, name, old)
         raise
+
+
+def _exchange(old: Any, new: Any, name: str) -> bool:
+    """Gives a tensor the values of another one and keeps its hooks and attributes; if it can."""
+    vars(new).update({key: value for key, value in vars(old).items() if key not in vars(new)})
+    for hooks in ("_backward_hooks", "_post_accumulate_grad_hooks"):
+        if getattr(old, hooks, None):
+            setattr(new, hooks, getattr(old, hooks))
+    try:
+        torch.utils.swap_tensors(old, new)  # type: ignore[no-untyped-call]
+    except RuntimeError as error:
+        warnings.warn(
+            f"{name} was on meta, and another tensor with values is in its place now ({error}): an "
+            "optimizer that was made before would not train it; make it of pipe.parameters()",
+            stacklevel=outside(),
+        )
+        return False
+    return True
 
 
 def on_meta(layers: Any) -> nn.Sequential:

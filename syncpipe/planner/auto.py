@@ -25,6 +25,7 @@ from syncpipe.checkpoints import reader
 from syncpipe.data import tensors_in
 from syncpipe.layers.conversion.sequential import sequential
 from syncpipe.layers.conversion.signature import call_input
+from syncpipe.layers.listing import or_as_before
 from syncpipe.layers.placement import check_devices, default_devices
 from syncpipe.layers.ties import move_layers
 from syncpipe.options import counted
@@ -115,8 +116,13 @@ def auto(
             raise
         chunks = [m for m in counts if m >= 2 * found.chunks] or counts[-1:]
         try:
-            pipe = make(layers, **found.options(), devices=found.devices, init_fn=init_fn)
-            used = _tried(pipe, input, target, loss_fn, batch_size, scale)
+            options = {**found.options(), "devices": found.devices, "init_fn": init_fn}
+
+            def tried(options: dict[str, Any] = options) -> tuple[Any, dict[str, int]]:
+                pipe = make(layers, **options)
+                return pipe, _tried(pipe, input, target, loss_fn, batch_size, scale)
+
+            pipe, used = or_as_before([layers], tried)
         except BaseException as error:
             pipe, failed = None, str(error).partition("\n")[0]
             move_layers(list(layers), homes)

@@ -97,7 +97,11 @@ def test_it_takes_the_next_plan_where_a_step_does_not_fit(
 
     monkeypatch.setattr(Pipe, "train_batch", fails)
     call: Any = {"batch_size": 8, "devices": TWO, "memory": "1MB", **QUICK}
-    pipe = Pipe.auto(Residual(32, 3), torch.randn(2, 24), **call)
+    with torch.device("meta"):
+        model = Residual(32, 3)
+    held = list(model.parameters())  # by an optimizer
+    pipe = Pipe.auto(model, torch.randn(2, 24), **call)
+    assert all(p is q and not p.is_meta for p, q in zip(held, pipe.parameters(), strict=True))
     assert len(asked) == 3
     assert len({id(profile) for profile, _, _ in asked}) == 1
     memory = [memory[0] / 1e6 for _, memory, _ in asked]

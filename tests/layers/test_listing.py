@@ -9,6 +9,7 @@ import copy
 import pickle
 import re
 import traceback
+import weakref
 from collections import OrderedDict
 from collections.abc import Callable
 from functools import partial
@@ -241,7 +242,6 @@ def test_the_same_spec_stands_for_another_layer_each_time() -> None:
     assert not torch.equal(pipe[0].weight, pipe[1].weight)
     pipe = Pipe({"a": nn.Linear(3, 3), "b": nn.ReLU()}, [1, 1])
     pipe.b = LayerSpec(nn.Tanh)  # a layer that is set by name
-    pipe(torch.randn(2, 3))
     assert type(pipe.b) is nn.Tanh
 
 
@@ -444,6 +444,48 @@ def test_what_is_refused_after_layers_got_values_leaves_them_on_meta() -> None:
     with pytest.raises(TypeError, match="SyncBatchNorm"):
         Pipe(model, [1, 1], deferred_batch_norm=True)
     assert all(tensor.is_meta for tensor in model.state_dict().values())
+
+
+class Outputs(nn.LSTM):
+    def forward(self, input: Tensor) -> Any:
+        return super().forward(input)[0]
+
+
+@pytest.mark.parametrize("fails_first", [False, True])
+def test_an_optimizer_and_hooks_of_a_model_on_meta_are_those_of_the_pipe(fails_first: bool) -> None:
+    model = meta([lambda: nn.BatchNorm1d(WIDTH), linear, lambda: Outputs(WIDTH, WIDTH), linear])
+    model[3].weight = model[1].weight
+    model[1].bias.scale = 3
+    hooked: list[str] = []
+    model[3].bias.register_hook(lambda grad: hooked.append("gradient"))
+    model[1].bias.register_post_accumulate_grad_hook(lambda p: hooked.append("accumulated"))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    before = list(model.state_dict(keep_vars=True).values())
+    if fails_first:
+        with pytest.raises(IndexError):
+            Pipe(model, [2, 2], devices=["cpu"])
+        with pytest.raises(TypeError, match="cannot convert"):
+            Pipe(nn.Sequential(*model, nn.SyncBatchNorm(3)), [5], deferred_batch_norm=True)
+    after = list(model.state_dict(keep_vars=True).values())
+    assert all(old is new and old.is_meta for old, new in zip(before, after, strict=True))
+    pipe = Pipe(model, [2, 2], chunks=2)
+    after = list(pipe.state_dict(keep_vars=True).values())
+    assert all(old is new and not old.is_meta for old, new in zip(before, after, strict=True))
+    assert (type(pipe[1].weight), pipe[1].bias.scale) == (nn.Parameter, 3)
+    values = [p.detach().clone() for p in pipe.parameters()]
+    pipe.train_batch(torch.randn(4, WIDTH), loss_fn=lambda output: output.square().mean())
+    optimizer.step()
+    assert not any(torch.equal(p, q) for p, q in zip(pipe.parameters(), values, strict=True))
+    assert sorted(set(hooked)) == ["accumulated", "gradient"]
+
+
+def test_a_parameter_that_cannot_keep_its_identity_is_warned_of() -> None:
+    model = meta([linear])
+    held = weakref.ref(model[0].weight)
+    with pytest.warns(UserWarning, match="weight was on meta.*optimizer.*would not train it"):
+        pipe = Pipe(model, [1])
+    assert held() is not pipe[0].weight
+    assert not pipe[0].weight.is_meta
 
 
 # --- shared weights ------------------------------------------------------------------------------

@@ -405,7 +405,8 @@ def test_what_a_partition_would_not_use_is_refused(value):
 
 def test_a_spec_that_was_put_in_by_name_is_refused_until_it_is_built():
     pipe, x = Pipe(named_model(), [2, 2]), torch.randn(4, 3)
-    pipe.fc = spec = LayerSpec(nn.Linear, 3, 5)
+    spec = LayerSpec(nn.Linear, 3, 5)
+    pipe.add_module("fc", spec)
     for call in (lambda: pipe(x), lambda: setattr(pipe, "devices", FOUR)):
         with pytest.raises(ValueError, match=r"pipe\.fc is a LayerSpec.*pipe\[3\] = "):
             call()
