@@ -18,7 +18,6 @@ over the ``R`` processes is the gradient: after ``no_sync`` what a call added is
 
 from __future__ import annotations
 
-import math
 import os
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -33,7 +32,7 @@ from torch import distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from syncpipe.data import described, tensors_in
-from syncpipe.distributed.peers import Peers, given_group
+from syncpipe.distributed.peers import Peers, checked_number, given_group
 from syncpipe.distributed.private import in_buckets
 from syncpipe.pipe import Pipe
 from syncpipe.runtime.engine import RUNNING, Run
@@ -93,11 +92,10 @@ def data_parallel(
             f"data_parallel takes a Pipe, not {type(pipe).__name__}: data_parallel(Pipe(model, "
             "...)), and nothing around it"
         )
-    for name, number in ("bucket_mb", bucket_mb), ("timeout", timeout):
-        if not (isinstance(number, Real) and 0 < float(number) < math.inf):
-            raise ValueError(f"{name}={number!r} must be a number above 0")
+    capacity = checked_number("bucket_mb", bucket_mb) * 2**20
+    seconds = checked_number("timeout", timeout)
     group = given_group(process_group, "process_group")
-    averaging = Averaging(group, len(pipe.balance), float(bucket_mb) * 2**20, float(timeout))
+    averaging = Averaging(group, len(pipe.balance), capacity, seconds)
     alike = {"bucket_mb": bucket_mb, "balance": pipe.balance}
     averaging.peers.agree(lambda: ({**alike, **_description(pipe)}, None))
     averaging.broadcast(chain(pipe.parameters(), pipe.buffers()))

@@ -20,6 +20,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from functools import partial
+from numbers import Real
 from types import SimpleNamespace
 from typing import Any, TypeVar
 
@@ -30,13 +31,13 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from syncpipe.distributed.private import default_group, default_store, naming
 
-__all__ = ["LostProcess", "Peers", "RemoteError", "given_group"]
+__all__ = ["LostProcess", "Peers", "RemoteError", "checked_number", "given_group"]
 
 _T = TypeVar("_T")
 PATIENCE = 5.0  # seconds of a call, after which a thread looks what the others do
 _LOOK = 1.0  # seconds between two of its looks
 _WAIT = 0.25  # so often a process that waits in Python hears of Ctrl-C
-_ANSWER = 3.0  # seconds for others to notice that a connection is lost
+_ANSWER = 8.0  # seconds for others to notice that a connection is lost: longer than PATIENCE
 _KEPT = 16  # calls that stay in the store; so far processes can be apart
 _NUMBERS: Counter[str] = Counter()  # how many peers have been made over a process group
 
@@ -67,13 +68,15 @@ class Peers:
         self._keys = [f"{self._prefix}/{rank}" for rank in range(self.size)]
         self._store = default_store()
         #: The last calls by number; up to which one a process takes part, and why no longer.
-        self._row = SimpleNamespace(calls={}, last=0, refused=0, until=math.inf, gone="")
+        self._row = SimpleNamespace(
+            calls={}, last=0, refused=0, until=math.inf, gone="", answers=False
+        )
         self._write = partial(_written, self._store, self._keys[self.rank], self._row)
         self._write()
         self._begun, self._stop = math.inf, threading.Event()
         self.groups: list[Any] = []
         self._messages = self.new_group("messages", "gloo")
-        own = self._name(self.rank), self._row, self._write
+        own = self.name(self.rank), self._row, self._write
         weakref.finalize(self, _leave, self._stop, os.getpid(), *own)
         weakref.finalize(self, _destroy, self.groups, os.getpid()).atexit = False
         given = weakref.ref(self), self._stop
@@ -128,23 +131,26 @@ class Peers:
         until = time.monotonic() + seconds
         while True:
             rows = self._rows()
+            if not rows:
+                return ["the process that keeps the store of all"]
             silent = [r for r in range(self.size) if r not in rows or not says(rows[r])]
             if not silent or time.monotonic() > until or self.why():
-                return list(map(self._name, silent))
+                return list(map(self.name, silent))
             time.sleep(0.05)
 
     def _failed(self, error: BaseException) -> BaseException:
         """Ends working together. What to raise: the error, or the reason that another one gave."""
         row, lost = self._row, _is_of_connection(error)
-        own = "" if lost else f"{self._name(self.rank)} failed with {_described(error)}"
+        own = "" if lost else f"{self.name(self.rank)} failed with {_described(error)}"
         row.until, row.gone = -1, row.gone or (self.why() if lost else own)
         self._write()
         self.close()
         if not row.gone:  # it is the one that does not say so
-            silent = ", ".join(self._silent(_ANSWER, lambda row: row.until < 0)) or "a process"
+            silent = ", ".join(self._silent(_ANSWER, lambda row: row.until < 0 or row.answers))
+            silent = silent or f"a process outside of this {self._what}"
             row.gone = self.why() or (
                 f"{silent} does not answer any more, and has probably been killed; "
-                f"{self._name(self.rank)} lost its connection: {error}"
+                f"{self.name(self.rank)} lost its connection: {error}"
             )
             self._write()
         if row.gone == own or not isinstance(error, Exception):
@@ -159,17 +165,19 @@ class Peers:
             for k, theirs in row.calls.items():
                 if (ours := mine.get(k, theirs)) != theirs:
                     pair = sorted([(rank, theirs), (self.rank, ours)])
-                    said = " and ".join(f"{call} in {self._name(r)}" for r, call in pair)
+                    said = " and ".join(f"{call} in {self.name(r)}" for r, call in pair)
                     return f"call {k} is {said}"
             if row.gone and row.until < last:
                 return str(row.gone)
         if time.monotonic() - self._begun < self._timeout:
             return ""
-        late = [self._name(rank) for rank, row in rows.items() if row.last < last]
+        late = [self.name(rank) for rank, row in rows.items() if row.last < last]
         return (
-            f"{', '.join(late) or 'a process'} did not come to call {last} of a "
-            f"{self._what} within {self._timeout:g} s: did its data end earlier? If it only takes "
-            "longer, give a larger timeout"
+            f"{', '.join(late)} did not come to call {last} of a {self._what} within "
+            f"{self._timeout:g} s: did its data end earlier? If it only takes longer, give a "
+            "larger timeout"
+            if late
+            else f"call {last} of a {self._what} took longer than timeout={self._timeout:g} s"
         )
 
     def close(self) -> None:
@@ -197,14 +205,15 @@ class Peers:
             raise
         rows = self._exchange(("", alike, found))
         for rank, (refused, theirs, _) in enumerate(rows):
-            name = self._name(rank)
+            name = self.name(rank)
             if refused:
-                raise RuntimeError(f"{name} of the {self._what} refused, so all do: {refused}")
+                whose = "" if "(" in name else f" of the {self._what}"
+                raise RuntimeError(f"{name}{whose} refused, so all do: {refused}")
             for key in {**rows[0][1], **theirs}:
                 a, b = (each.get(key, "no such thing") for each in (rows[0][1], theirs))
                 if a != b:
                     raise ValueError(
-                        f"processes differ in {key}: {self._name(0)} has {a}, {name} has {b}. "
+                        f"processes differ in {key}: {self.name(0)} has {a}, {name} has {b}. "
                         "Give all the same"
                     )
         return [found for _, _, found in rows]
@@ -230,8 +239,14 @@ class Peers:
 
     # --- the store -------------------------------------------------------------------------------
 
-    def _name(self, rank: int) -> str:
-        return f"{self._unit} {rank}"
+    def name(self, rank: int) -> str:
+        """By its number among all processes, and in the group if that is another one."""
+        unit, there = self._unit, self._ranks[rank]
+        if self._ranks == list(range(self.size)):
+            return f"{unit} {rank}"
+        few = self._ranks if self.size < 9 else [*self._ranks[:3], "...", self._ranks[-1]]
+        all_of = ", ".join(map(str, few))
+        return f"{unit} {there} ({unit} {rank} of the {self._what} of {unit}s {all_of})"
 
     def _rows(self) -> dict[int, Any]:
         """What all have written, this process as well."""
@@ -283,19 +298,42 @@ def _watch(found: weakref.ref[Peers], stop: threading.Event) -> None:
         if waits and (reason := peers.why()):
             peers._row.gone = reason
             peers.close()
+        elif (
+            waits
+            and not peers._row.answers
+            and any(row.until < 0 for row in peers._rows().values())
+        ):
+            peers._row.answers = True  # it computes, and is no reason for anything
+            peers._write()
         del peers
 
 
 def _is_of_connection(error: BaseException) -> bool:
-    """Whether another process is the reason; PyTorch has no type of its own for it."""
+    """Whether another process is the reason; PyTorch has no type of its own for it.
+
+    Such errors are raised in ``torch.distributed``, or where this file waits.
+    """
+    code, trace = None, error.__traceback__
+    while trace is not None:
+        code, trace = trace.tb_frame.f_code, trace.tb_next
+    there = code is not None and code.co_filename.startswith(os.path.dirname(dist.__file__))
     words = ("connection", "closed", "timed out", "timeout", "peer", "abort", "nccl")
-    text = str(error).lower()
-    return isinstance(error, RuntimeError) and any(word in text for word in words)
+    return (
+        isinstance(error, RuntimeError)
+        and (there or code is Peers.wait.__code__)
+        and any(word in str(error).lower() for word in words)
+    )
 
 
 def _described(error: BaseException) -> str:
     parts = [f"{type(error).__name__}: {error}".rstrip(": "), *getattr(error, "__notes__", ())]
     return "; ".join(parts)
+
+
+def checked_number(argument: str, number: Any) -> float:
+    if not (isinstance(number, Real) and 0 < float(number) < math.inf):
+        raise ValueError(f"{argument}={number!r} must be a number above 0")
+    return float(number)
 
 
 def given_group(group: Any, argument: str) -> dist.ProcessGroup:

@@ -18,13 +18,14 @@ from torch.distributed import pipelining
 from torch.distributed.pipelining import PipelineStage
 
 __all__ = [
-    "Stage",
+    "PyTorchStage",
     "Warmup",
     "check_pipelining",
     "default_group",
     "default_store",
     "in_buckets",
     "naming",
+    "timeout_of",
 ]
 
 
@@ -36,6 +37,13 @@ def default_store() -> Any:
 def default_group() -> dist.ProcessGroup:
     """The process group of all; raises ValueError where ``init_process_group`` was not called."""
     return dist.distributed_c10d._get_default_group()
+
+
+def timeout_of(group: dist.ProcessGroup) -> float:
+    """The timeout with which a process group was made, in seconds."""
+    types = {device.type: device for device in group._device_types}
+    backend: Any = group._get_backend(types.get("cpu") or group._device_types[0])
+    return float(backend.options._timeout.total_seconds())
 
 
 @contextmanager
@@ -62,8 +70,24 @@ def in_buckets(tensors: Sequence[Tensor], nbytes: int) -> list[list[int]]:
 # --- torch.distributed.pipelining ----------------------------------------------------------------
 
 
-class Stage(PipelineStage):
-    """PyTorch's; in evaluation schedules ask for gradients where the next one is here as well."""
+class PyTorchStage(PipelineStage):
+    """PyTorch's, whose forwards are run by ``around(micro-batch, module, tensors)``.
+
+    In evaluation schedules ask for gradients where the next stage is here as well.
+    """
+
+    def __init__(self, around: Callable[[int, Callable[..., Any], Any], Any], *of: Any, **how: Any):
+        super().__init__(*of, **how)
+        self._around, self._micro_batch = around, 0
+
+    def forward_one_chunk(
+        self, fwd_chunk_id: int, args: Any, kwargs: Any = None, save_forward_output: bool = True
+    ) -> Any:
+        self._micro_batch = fwd_chunk_id
+        return super().forward_one_chunk(fwd_chunk_id, args, kwargs, save_forward_output)
+
+    def forward_maybe_with_nosync(self, *args: Any, **kwargs: Any) -> Any:
+        return self._around(self._micro_batch, super().forward_maybe_with_nosync, args)
 
     def get_local_bwd_output(self, mb_index: int) -> Any:
         return super().get_local_bwd_output(mb_index) if self.has_backward else ()  # type: ignore
@@ -95,8 +119,10 @@ def check_pipelining() -> None:
     if not hasattr(PipelineStage, "_get_grad_send_meta"):
         raise RuntimeError(f"stage needs PyTorch 2.13 or later: {here}")
     theirs = PipelineStage, getattr(pipelining.schedules, "_PipelineSchedule", None)
-    for kind, ours in zip(theirs, (Stage, Warmup), strict=True):
+    for kind, ours in zip(theirs, (PyTorchStage, Warmup), strict=True):
         for method, function in filter(lambda pair: isfunction(pair[1]), vars(ours).items()):
+            if method == "__init__":
+                continue
             known, found = [*signature(function).parameters], getattr(kind, method, None)
             shape = f"takes {[*signature(found).parameters]}" if found else "is gone"
             if shape != f"takes {known}":

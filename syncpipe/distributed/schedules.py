@@ -8,18 +8,24 @@ weights, and ends all ranks with a reason when one fails.
 from __future__ import annotations
 
 from functools import cache, partial
+from itertools import chain
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch import distributed as dist
 from torch.distributed import pipelining
+from torch.distributed.fsdp import FSDPModule
+from torch.nn.parallel import DistributedDataParallel
 
 from syncpipe.data import described, gather, map_tensors, scatter_pair, tensors_in
 from syncpipe.distributed.private import Warmup
 from syncpipe.layers.conversion.signature import call_input, refresh
 from syncpipe.layers.placement import check_input
-from syncpipe.training.loss import Loss, Objective
+from syncpipe.runtime.errors import annotate
+from syncpipe.runtime.random_numbers import draw_seed, put_back_states, states_of
+from syncpipe.training.loss import Loss, LossCheck, Objective
 from syncpipe.training.sources import Source
 
 __all__ = ["SCHEDULES", "schedule_over"]
@@ -34,6 +40,7 @@ SCHEDULES = {
     "zbv": ("ScheduleZBVZeroBubble", "v"),
     "dualpipev": ("ScheduleDualPipeV", "v"),
 }
+_HALVES = ("interleaved_zero_bubble", "zbv", "dualpipev")  #: of backward
 _NEEDS = {
     "one": "one stage on each rank: a balance with as many numbers as ranks",
     "loop": "stage(..., placement='loop')",
@@ -42,8 +49,9 @@ _NEEDS = {
 
 
 def schedule_over(
-    owner: Any, name: str, m: int, loss: Loss | None, group: dist.ProcessGroup | None
-) -> Any:
+    owner: Any, name: str, m: int, loss: Loss | None, group: dist.ProcessGroup | None,
+    verify: bool | None,
+) -> Any:  # fmt: skip
     """Of the stages of a rank, its ``owner``; gradients are averaged over ``group``."""
     if name not in SCHEDULES:
         shown = ", ".join(map(repr, SCHEDULES))
@@ -54,27 +62,25 @@ def schedule_over(
         raise ValueError(
             f"{name!r} needs {_NEEDS[needed]}. Here each rank has {n}, placed {placement!r}"
         )
-    for stage in owner.stages if name in ("interleaved_zero_bubble", "zbv", "dualpipev") else []:
-        seen: dict[int, str] = {}
-        for own, parameter in stage.submod.named_parameters(remove_duplicate=False):
-            if (first := seen.setdefault(id(parameter), own)) != own:
-                raise ValueError(
-                    f"{name!r} runs backward in halves, and {own!r} is the weight {first!r} of the "
-                    f"same stage {stage.stage_index}, which PyTorch's halves get wrong: take "
-                    "'interleaved_1f1b', or a balance that puts them on different stages"
-                )
-    # The last stage gives the loss already, for outputs and targets may be any trees. It counts
-    # as the mini-batch's does, so there is nothing left to be divided.
-    schedule = _checked(getattr(pipelining, kind))(
-        owner.stages[0] if needed == "one" else owner.stages,
-        m,
-        loss_fn=None if loss is None else lambda loss, _: loss.sum(),
-        scale_grads=False,
-    )
-    schedule._owner, schedule._name = owner, name
-    schedule._m, schedule._trains = m, loss is not None
-    schedule._begun = partial(_MiniBatch, owner, m, loss, group)
+    schedule = _checked(getattr(pipelining, kind))(*_arguments(owner.stages, needed, m, loss))
+    schedule._of, schedule._needed = (owner, name, m, loss), needed
+    schedule._begun = partial(_MiniBatch, owner, m, loss, group, verify)
+    schedule._check_modules()
     return schedule
+
+
+def may_weigh(loss: Loss) -> bool:
+    """Whether a loss function may return its weight, by which gradients are divided in the end."""
+    return loss.weigh is None and not loss.exact and loss.reduction == "mean"
+
+
+def _arguments(stages: list[Any], needed: str, m: int, loss: Loss | None) -> tuple[Any, ...]:
+    """Of PyTorch's schedules.
+
+    The last stage gives the loss already, for outputs and targets may be any trees.
+    """
+    function = None if loss is None else lambda loss, _: loss.sum()
+    return stages[0] if needed == "one" else stages, m, function
 
 
 @cache
@@ -82,13 +88,25 @@ def _checked(kind: type) -> type:
     return type(kind.__name__, (_Checked, kind), {"__module__": __name__})
 
 
-class _Checked(Warmup):
-    _owner: Any
-    _name: str
-    _m: int
-    _trains: bool
+@cache
+def _plain(kind: type) -> type:
+    return type(kind.__name__, (Warmup, kind), {"__module__": __name__})
+
+
+class _Checked:
+    """Checks what it is given; another one, made for the dtypes of the call, runs.
+
+    Attributes:
+        metrics: of the last call, on the rank of the last stage, combined as losses are.
+        weighs: whether losses may come with weights.
+    """
+
+    _of: tuple[Any, str, int, Loss | None]  # owner, name, m, loss
+    _needed: str
     _begun: partial[_MiniBatch]
-    _running = False
+    _running: tuple[Any, Any] = None, None  # for which stages, and the schedule
+    metrics: dict[str, Any] | None = None
+    weighs = _sharded = False
 
     def step(
         self,
@@ -116,10 +134,7 @@ class _Checked(Warmup):
             TypeError, ValueError: the arguments do not fit. Where all ranks refuse, all can go on.
             RuntimeError: another rank has failed, refused its arguments or does something else.
         """
-        run, options = super().step, {"target": target, "return_outputs": return_outputs}  # type: ignore[misc]
-        if self._running:  # by PyTorch's eval(), with any arguments that it has
-            return run(*args, losses=losses, **options, **kwargs)
-        return self._mini_batch("step", run, losses, args, kwargs, **options)
+        return self._mini_batch("step", losses, (args, kwargs, target), return_outputs)
 
     def eval(
         self,
@@ -130,38 +145,106 @@ class _Checked(Warmup):
         **kwargs: Any,
     ) -> Any:
         """Runs forward only. Arguments, outputs and errors are those of :meth:`step`."""
-        run, options = super().eval, {"target": target, "return_outputs": return_outputs}  # type: ignore[misc]
-        return self._mini_batch("eval", run, losses, args, kwargs, **options)
+        return self._mini_batch("eval", losses, (args, kwargs, target), return_outputs)
 
     def _mini_batch(
-        self, name: str, run: Any, losses: list[Any] | None, args: Any, kwargs: Any,
-        *, target: Any, return_outputs: bool,
-    ) -> Any:  # fmt: skip
-        owner, m, backward = self._owner, self._m, name == "step" and self._trains
-        index = torch.arange(m)  # what PyTorch cuts: the numbers of the micro-batches
-        with owner.peers.call(f"{name}() of {self._name!r} with {m} micro-batches"):
-            self._running = True
+        self, what: str, losses: list[Any] | None, given: tuple[Any, Any, Any], keep: bool
+    ) -> Any:
+        (owner, name, m, loss), index = self._of, torch.arange(self._of[2])  # what PyTorch cuts
+        backward = what == "step" and loss is not None
+        under = "".join(f" under autocast of {kind} to {dtype}" for kind, dtype in owner.autocast())
+        words = f"{what}() of {name!r} with {m} micro-batches{under}"
+        with owner._together(what).call(words):
+            self._check_modules()
+            if backward and not torch.is_grad_enabled():
+                raise RuntimeError("step() needs gradients, but grad mode is off: use eval()")
+            batch = self._begun(given, backward, keep)
+            owner.peers.sent = True
+            owner.connect()
+            seed, cached = draw_seed(), torch.is_autocast_cache_enabled()
+            drawn = states_of([torch.default_generator])
+            factor = partial(self._factor, batch) if self.weighs else None
             try:
-                batch = self._begun(args, kwargs, target, backward, return_outputs)
-                owner.peers.sent = True
-                with owner._added_up() if backward else torch.no_grad():
+                run = getattr(self._schedule(), what)
+                if self._sharded:  # a cast of a weight that was resharded is of no graph
+                    torch.set_autocast_cache_enabled(False)
+                with owner.gradients(factor) if backward else torch.no_grad():
+                    batch.begin(seed)
                     # Outputs are kept here, for they may be any trees.
-                    given = [] if owner.first is None else [index]
-                    run(*given, target=index, return_outputs=False)
+                    first = [] if owner.first is None else [index]
+                    run(*first, target=index, return_outputs=False)
             except Exception as error:
                 if error.__cause__ is not None and "failed to run" in str(error).lower():
                     own = error.__cause__  # PyTorch wraps it to show the arguments
                     raise own from own.__cause__
                 raise
             finally:
-                self._running = False
+                # Layers of one rank have not changed what the next mini-batches are drawn from.
+                put_back_states([torch.default_generator], drawn)
+                torch.set_autocast_cache_enabled(cached)
                 for part in owner.parts.values():
                     part.inputs, part.head = [], None
+        self.metrics = None
         if owner.last is None:
             return None
-        if losses is not None:
-            losses[:] = [share.detach() for share in batch.shares]
-        return gather(batch.outputs) if return_outputs else None
+        self.metrics = batch.finish(losses)
+        return gather(batch.outputs) if keep else None
+
+    def _schedule(self) -> Any:
+        """PyTorch's schedule over the stages as they are connected, which is kept."""
+        owner, name, m, loss = self._of
+        boundaries = [(part.inward, part.outward) for part in owner.parts.values()]
+        stages = [*chain(*boundaries), *[each.submod for each in owner.stages]]
+        if self._running[0] != stages:
+            kind, made = getattr(pipelining, SCHEDULES[name][0]), owner.pytorch_stages()
+            arguments = _arguments(made, self._needed, m, loss)
+            self._running = stages, _plain(kind)(*arguments, scale_grads=False)
+        return self._running[1]
+
+    def _check_modules(self) -> None:
+        """Refuses, or makes right, what PyTorch's schedules get wrong."""
+        owner, name, *_ = self._of
+        if isinstance(owner, FSDPModule):
+            raise ValueError(
+                "fully_shard(mine) shards what stage() has returned, whose forward is not called: "
+                "shard its stages, fully_shard(each.submod) for each in mine.stages"
+            )
+        parts = list(chain(*[stage.submod.modules() for stage in owner.stages]))
+        self._sharded = any(isinstance(part, FSDPModule) for part in parts)
+        for stage in owner.stages if name in _HALVES else ():
+            parts = list(stage.submod.modules())
+            if any(isinstance(part, DistributedDataParallel) for part in parts):
+                raise ValueError(
+                    f"{name!r} runs backward in halves, and stage {stage.stage_index} is in "
+                    "DistributedDataParallel, which misses the gradients of weights then: take "
+                    "'interleaved_1f1b' or '1f1b', or fully_shard(each.submod)"
+                )
+            sharded = [part for part in parts if isinstance(part, FSDPModule)]
+            if sharded and not isinstance(stage.submod, FSDPModule):
+                raise ValueError(
+                    f"{name!r} runs backward in halves, and in stage {stage.stage_index} layers "
+                    "are sharded and the stage is not, so that they are reduced for each "
+                    "micro-batch: call fully_shard(each.submod) as well, after its layers"
+                )
+            for part in sharded:  # PyTorch's halves need weights that stay as the forward had them
+                part.set_reshard_after_forward(False, recurse=False)
+            seen: dict[int, str] = {}
+            for own, parameter in stage.submod.named_parameters(remove_duplicate=False):
+                if (first := seen.setdefault(id(parameter), own)) != own:
+                    raise ValueError(
+                        f"{name!r} runs backward in halves, and {own!r} is the weight {first!r} of "
+                        f"the same stage {stage.stage_index}, which PyTorch's halves get wrong: "
+                        "take 'interleaved_1f1b', or a balance that puts them on different stages"
+                    )
+
+    def _factor(self, batch: _MiniBatch) -> Tensor:
+        """By what gradients are multiplied where weights came with the losses, on all ranks."""
+        owner, source = self._of[0], len(self._of[0].balance) - 1
+        factor = batch.factor().double() if owner.last is not None else torch.ones(1).double()
+        factor = factor.to(owner.device).reshape(1)
+        rank = dist.get_global_rank(owner._group, owner._rank_of[source])
+        owner.peers.wait(dist.broadcast(factor, rank, owner._group, async_op=True), factor)
+        return factor.float()
 
 
 class _MiniBatch(Source):
@@ -171,20 +254,22 @@ class _MiniBatch(Source):
     """
 
     _objective: Objective | None = None
+    _check: LossCheck | None = None
 
     def __init__(
         self, owner: Any, m: int, loss: Loss | None, group: dist.ProcessGroup | None,
-        args: Any, kwargs: Any, target: Any, backward: bool, keep: bool,
+        verify: bool | None, given: tuple[Any, Any, Any], backward: bool, keep: bool,
     ) -> None:  # fmt: skip
         super().__init__([None] * m, [None] * m, [owner.size] * m)
+        args, kwargs, target = given
         first, last = owner.first, owner.last
         refresh(owner)
-        self._keep, self._calls, self._device = keep, 0, owner.device
+        self._owner, self._keep, self._group, self._scale = owner, keep, group, 1
         self.outputs: list[Any] = []
         self.shares: list[Tensor] = []
         # Also where it is not needed, so that all ranks refuse a batch that all are given.
-        for what, given in ("input", (args, kwargs)), ("target", target):
-            for tensor in tensors_in(given)[:1]:
+        for what, tree in ("input", (args, kwargs)), ("target", target):
+            for tensor in tensors_in(tree)[:1]:
                 total = len(tensor) if tensor.dim() else m * owner.size
                 if not total or total % (m * owner.size):
                     raise ValueError(
@@ -197,45 +282,90 @@ class _MiniBatch(Source):
         if first is not None:
             value = call_input(owner, args, kwargs)
             check_input(value, owner.device)
-            inputs, _, sizes = scatter_pair(value, None, m)
-            found = list(map(described, tensors_in(inputs[0])))
-            if found != owner.sample or len(sizes) != m:
+            self._parts, _, sizes = scatter_pair(value, None, m)
+            found, sample = (
+                list(map(described, tensors_in(tree))) for tree in (self._parts[0], owner.sample)
+            )
+            if found != sample or len(sizes) != m:
                 raise ValueError(
                     f"a micro-batch of the input is {', '.join(found)}, and the sample that "
-                    f"stage(sample=...) was given {', '.join(owner.sample)}: buffers of the others "
+                    f"stage(sample=...) was given {', '.join(sample)}: buffers of the others "
                     "are made for its shapes and dtypes"
                 )
-            first.inputs = inputs
         if last is None:
             return
-        last.head, self._scale = self.root, 1
         if target is not None:
             self._targets = dict(enumerate(scatter_pair(target, None, m)[0]))
         if loss is None or not (backward or target is not None):
             return
         self._objective = Objective(loss, self)
+        self._draws = loss.draws
+        if backward:
+            self._check = owner.counts.check(self._objective, self.targets, m, verify)
         if group is not None and self._objective.adds_up:
             self._scale = dist.get_world_size(group)
         elif group is not None and self._objective.known is not None:  # by the mean weight
             weights, whole = self._objective.known
-            mean = torch.as_tensor(whole, dtype=torch.float32).to(owner.device, copy=True)
-            dist.all_reduce(mean, group=group)
-            self._objective.known = weights, mean / dist.get_world_size(group)
+            self._objective.known = weights, self._mean(whole)
 
-    def root(self, output: Any) -> Tensor:
-        """The loss of the next micro-batch: the one value that PyTorch sees of the last stage."""
-        i, self._calls = self._calls, self._calls + 1
+    def begin(self, seed: int) -> None:
+        owner = self._owner
+        for part in owner.parts.values():
+            part.begin(self.m, seed, owner.device)
+        if owner.first is not None:
+            owner.first.inputs = self._parts
+        if owner.last is not None:
+            owner.last.head = self._root
+
+    def _root(self, i: int, output: Any) -> Tensor:
+        """The loss of a micro-batch: the one value that PyTorch sees of the last stage."""
         if self._keep:
             self.outputs.append(map_tensors(lambda tensors: [t.detach() for t in tensors], output))
-        if self._objective is None:
-            return torch.zeros(1, device=self._device)
-        target = self.target(i)
-        result = self._objective.call((output, target))
-        if isinstance(result, tuple):
-            raise TypeError(
-                "loss_fn returned a tuple: between processes it returns the loss alone. Weights "
-                "are given by weight=... of schedule(), which can be counted before anything runs"
-            )
-        root = self._objective.root(i, result, output, target) * self._scale
+        objective, target = self._objective, self.target(i)
+        if objective is None:
+            return torch.zeros(1, device=self._owner.device)
+        if self._check is not None:
+            self._check.keep(i, output, target)
+        loss = self._owner.last.run.draws.loss
+        try:
+            result, self._draws = loss(i, objective.call, (output, target), self._draws)
+            root = objective.root(i, result, output, target) * self._scale
+        except Exception as error:
+            annotate(error, f"in loss_fn, micro-batch {i}")
+            raise
+        if objective.came_with_weights and objective.assumed is not None:
+            root = root * objective.assumed[0]  # yet to be divided by all of the step
         self.shares.append(root)
         return torch.stack([root.to(torch.float32)])
+
+    def factor(self) -> Tensor:
+        """One by the weights of the losses, if they came with these."""
+        objective = self._objective
+        if objective is None or not objective.came_with_weights or objective.assumed is None:
+            return torch.ones(1)
+        whole = self._mean(objective.assumed[1])
+        self._by = torch.where(whole == 0, 0.0, 1 / whole)
+        return self._by
+
+    def _mean(self, weight: Any) -> Tensor:
+        """Of those of the ranks with the same stage."""
+        mean = torch.as_tensor(weight, dtype=torch.float32).to(self._owner.device, copy=True)
+        if self._group is not None:
+            dist.all_reduce(mean, group=self._group)
+            mean /= dist.get_world_size(self._group)
+        return mean
+
+    _by: Tensor | None = None
+
+    def finish(self, losses: list[Any] | None) -> dict[str, Any] | None:
+        """Gives the losses, and returns the metrics."""
+        if self._objective is None:
+            return None
+        if losses is not None:
+            if self._by is None:
+                self.factor()
+            by = 1 if self._by is None else self._by
+            losses[:] = [share.detach() * by for share in self.shares]
+        if self._check is not None:
+            self._owner.counts.compare(self._check, SimpleNamespace(draws={0: self._draws}))
+        return self._objective.metrics()

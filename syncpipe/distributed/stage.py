@@ -16,20 +16,21 @@ from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from itertools import accumulate, pairwise
+from itertools import accumulate, chain, pairwise
 from operator import attrgetter
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch import distributed as dist
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from syncpipe.balance.balances import balance_named
 from syncpipe.data import by_name, described, flatten, map_tensors, tensors_in, unwrapped
-from syncpipe.distributed.peers import Peers, given_group
-from syncpipe.distributed.private import Stage, check_pipelining
-from syncpipe.distributed.schedules import schedule_over
+from syncpipe.distributed.peers import Peers, checked_number, given_group
+from syncpipe.distributed.private import PyTorchStage, check_pipelining, timeout_of
+from syncpipe.distributed.schedules import may_weigh, schedule_over
 from syncpipe.layers.conversion.layer import ModelNames
 from syncpipe.layers.conversion.signature import batch_input
 from syncpipe.layers.listing import (
@@ -37,21 +38,25 @@ from syncpipe.layers.listing import (
     Layers,
     as_sequential,
     build_layers,
+    has_specs,
     on_meta,
     or_as_before,
     type_name,
+    waiting,
 )
 from syncpipe.layers.placement import check_balance, resolve_workers
 from syncpipe.layers.ties import check_modes, find_ties, move_layers
 from syncpipe.layers.unpack import unpacks
 from syncpipe.options import checked_chunks
 from syncpipe.runtime.errors import annotate
+from syncpipe.runtime.random_numbers import draw_seed
 from syncpipe.skip import verify_skippables
 from syncpipe.skip.layout import inspect_layout
 from syncpipe.skip.store import use_store
-from syncpipe.stages.stage import Partition
+from syncpipe.stages.run import StageRun
+from syncpipe.stages.stage import Partition, Stage
 from syncpipe.state import unchanged
-from syncpipe.training.loss import known_loss
+from syncpipe.training.loss import LossCounts, known_loss
 
 __all__ = ["Stages", "stage"]
 
@@ -72,12 +77,15 @@ class Boundary:
                 )
         plain = map_tensors(lambda tensors: [_plain(tensor, where) for tensor in tensors], tree)
         self.tree, self._where, self._kind = _empty(plain, "meta"), where, _kind(tree)
+        #: The dtypes on the wire, where ``fully_shard`` changes those of the layers.
+        self.dtypes = [_real(tensor).dtype for tensor in tensors_in(self.tree)]
 
     def __reduce__(self) -> Any:
-        return Boundary, (self.tree, self._where)
+        return Boundary, (self.tree, self._where), {"dtypes": self.dtypes}
 
-    def wire(self) -> tuple[Tensor, ...]:
-        sent = [_real(tensor) for tensor in tensors_in(self.tree)]
+    def wire(self, device: Any = "meta") -> tuple[Tensor, ...]:
+        pairs = zip(tensors_in(self.tree), self.dtypes, strict=True)
+        sent = [torch.zeros_like(_real(t), dtype=dtype, device=device) for t, dtype in pairs]
         return tuple([tensor.requires_grad_(tensor.is_floating_point()) for tensor in sent])
 
     def closed(self, tree: Any) -> tuple[Tensor, ...]:
@@ -87,7 +95,8 @@ class Boundary:
             raise ValueError(
                 f"{self._where} returns {kind[0]}, and with the sample it was {self._kind[0]}: "
                 "between processes everything but the values of tensors stays the same from "
-                "micro-batch to micro-batch"
+                "micro-batch to micro-batch. After a change of the layers (fully_shard, dtypes) "
+                "make the schedule anew: mine.schedule(...)"
             )
         sent = [_real(_plain(tensor, self._where)) for tensor in tensors_in(tree)]
         # Copies: the next micro-batch may change a buffer, and PyTorch detaches these in place.
@@ -138,44 +147,63 @@ class StageModule(Partition):
 
     It has a boundary ``inward``, but for the first stage, and ``outward``, but for the last one. In
     a step the first stage has the ``inputs`` of all micro-batches, and the last one a ``head``,
-    which makes the loss of its outputs.
+    which makes the loss of an output. Where ``outward`` is yet unknown it is found.
     """
 
     inward: Boundary | None = None
     outward: Boundary | None = None
-    head: Callable[[Any], Tensor] | None = None
+    head: Callable[[int, Any], Tensor] | None = None
+    run: StageRun
+    _stage: Stage | None
 
-    def __init__(self, layers: Any, where: str, skips: Sequence[Any]) -> None:
+    def __init__(
+        self, layers: Any, where: str, place: tuple[int, int, bool], skips: Sequence[Any]
+    ) -> None:
         super().__init__()
         self._modules.update(layers)
-        self._where, (self._arriving, self._leaving) = where, skips
+        self._where, (self._j, self._first, self._last) = where, place
+        self._arriving, self._leaving = skips
         self.inputs: list[Any] = []
+        self._micro_batch, self._stage = 0, None
 
-    def forward(self, *wire: Tensor) -> Any:
-        """From what arrives (or the index of the micro-batch) to what is sent, or the loss."""
-        inward = self.inward
-        tree = (self.inputs[int(wire[0])], ()) if inward is None else inward.opened(wire)
+    def begin(self, m: int, seed: int, device: torch.device) -> None:
+        """A mini-batch begins, whose layers draw random numbers as those of a ``Pipe``."""
+        names, keys = list(self._modules), (self._arriving, self._leaving)
+        if self._stage is None or self._stage.names != names:
+            self._stage = Stage(self._j, self, names, self._first, device, *keys)
+        self.run = StageRun(self._stage, m, seed, "never", grad=torch.is_grad_enabled())
+
+    def around(self, i: int, module: Callable[..., Any], wire: Any) -> Any:
+        """Calls this module, or what is around it, for a micro-batch: to what is sent, or a loss.
+
+        ``wire`` is what arrives (or the index of the micro-batch, in the first stage).
+        """
+        self._micro_batch = i
+        found = module(self.inputs[i]) if self.inward is None else module(*wire)
+        self.run.through[0] += 1
+        return found if self.head is None else self.head(i, found)
+
+    def forward(self, *given: Any) -> Any:
+        """From what arrives, or the input of the model, to what is sent, or its output."""
+        tree = (given[0], ()) if self.inward is None else self.inward.opened(given)
         value, skips = self._through(*tree)
-        if self.outward is not None:
-            return self.outward.closed((value, skips))
-        return value if self.head is None else self.head(value)
+        if self._last:
+            return value
+        if self.outward is None:
+            self.outward = Boundary((value, skips), self._where)
+        return self.outward.closed((value, skips))
 
     def _through(self, value: Any, skips: tuple[Any, ...]) -> tuple[Any, tuple[Any, ...]]:
         """The layers, and the skips that pass by: they lie in the store meanwhile."""
-        store = dict(zip(self._arriving, skips, strict=True))
+        store, run = dict(zip(self._arriving, skips, strict=True)), self.run
         try:
             with use_store(store):
-                value = super().forward(value)
+                layers = run.draws.layers if run.draws.cares else run.layers
+                value = layers(self._micro_batch, (value, ()), None, False)[0]
         except Exception as error:
             annotate(error, f"in {self._where}")
             raise
         return value, tuple([store[key] for key in self._leaving])
-
-    def boundary(self, arrived: Any) -> Boundary:
-        """What it sends, by an example of what arrives; the first stage has the sample."""
-        value, skips = arrived or (self.inputs.pop(), ())
-        run = torch.no_grad()(self._through)
-        return Boundary(unchanged(self, lambda: run(value, skips)), self._where)
 
 
 class Stages(ModelNames):
@@ -196,15 +224,20 @@ class Stages(ModelNames):
     first: StageModule | None
     last: StageModule | None
 
-    def __init__(self, group: dist.ProcessGroup, *given: Any, **how: Any) -> None:
+    def __init__(self, group: dist.ProcessGroup, timeout: float, *given: Any, **how: Any) -> None:
         super().__init__()
-        self.peers = Peers(group, "pipeline", "rank")
+        self.peers = Peers(group, "pipeline", "rank", timeout)
         self.rank, self._group = self.peers.rank, self.peers.new_group("stages")
         self.parts: dict[int, StageModule] = {}
         self.stages: list[Any] = []
-        self._ties: list[tuple[str, Any, bool]] = []
+        self._ties: list[_Tied] = []
+        #: For each state of autocast the boundaries behind the stages.
+        self._boundaries: dict[Any, list[Any]] = {}
+        self.counts = LossCounts()
         self.size = self.peers.agree(partial(self._build, *given, **how))[0]
-        self._connect()
+        self.connect()
+        self.stages = self.pytorch_stages()
+        self._tie()
 
     def _build(
         self, layers: Layers, balance: Any, sample: Any, placement: str, device: Any, unpack: bool,
@@ -216,6 +249,9 @@ class Stages(ModelNames):
             raise ValueError(f"placement={placement!r}: must be 'loop' or 'v'")
         module = as_sequential(layers)
         initialization = Initialization.checked(module, **how)
+        if initialization.seed is None and (has_specs(module) or waiting(module)):
+            # One number of the generator, which so stays alike on all ranks.
+            initialization = Initialization(initialization.init_fn, draw_seed())
         self.balance, self.placement = _sizes(balance, module, n, placement), placement
         stages = range(len(self.balance))
         self._rank_of = [min(j, 2 * n - 1 - j) if placement == "v" else j % n for j in stages]
@@ -238,8 +274,10 @@ class Stages(ModelNames):
         ]
         for j, span in enumerate(spans):
             if self._rank_of[j] == self.rank:
-                where = f"stage {j} (layers {span.start} to {span.stop - 1}) on rank {self.rank}"
-                part = StageModule(items[span], where, passing[j : j + 2])
+                on = self.peers.name(self.rank)
+                where = f"stage {j} (layers {span.start} to {span.stop - 1}) on {on}"
+                place = j, span.start, j + 1 == len(cut)
+                part = StageModule(items[span], where, place, passing[j : j + 2])
                 part.unpack = unpack or unpacks(module)
                 self.parts[j] = part
         ends = {"first": self.parts.get(0), "last": self.parts.get(len(cut) - 1)}
@@ -259,44 +297,103 @@ class Stages(ModelNames):
                     "of a micro-batch, stage(..., sample=x[:size])"
                 )
             value, size = unwrapped(batch_input(self, sample))
-            self.sample = list(map(described, tensors_in(value)))
-            self.first.inputs = [value]
+            self.sample = value
         kinds = list(map(type_name, whole))
         return {"layers": kinds, "placements": placement, "balances": self.balance}, size
 
-    def _connect(self) -> None:
+    def autocast(self) -> tuple[Any, ...]:
+        """The state of autocast, of which the dtypes of all that crosses depend."""
+        types = dict.fromkeys(("cpu", self.device.type))
+        on = filter(torch.is_autocast_enabled, types)
+        return tuple([(kind, torch.get_autocast_dtype(kind)) for kind in on])
+
+    def connect(self) -> None:
         """Runs the sample through the stages, one after another, so that all know what they send.
 
-        Tensors that several ranks hold begin with the values of the first one.
+        Afterwards ``parts`` have the boundaries of this state of autocast.
         """
-        peers, parts, tree = self.peers, self.parts, None
-        for j, rank in enumerate(self._rank_of[:-1]):
-            run = parts[j].boundary if j in parts else lambda _: None
-            boundary: Any = peers.agree(lambda: ({}, run(tree)))[rank]  # noqa: B023
-            tree = _empty(boundary.tree, self.device)
-            if j in parts:
-                parts[j].outward = boundary
-            if j + 1 in parts:
-                parts[j + 1].inward = boundary
+        key, n = self.autocast(), len(self.balance)
+        if key not in self._boundaries:
+            found: list[Any] = []
+            for j, rank in enumerate(self._rank_of[:-1]):
+                before = found[-1] if found else None
+                run = partial(self._boundary, j, before) if j in self.parts else lambda: None
+                found.append(self.peers.agree(lambda: ({}, run()))[rank])  # noqa: B023
+            self._boundaries[key] = found
+        boundaries = [None, *self._boundaries[key], None]
+        for j, part in self.parts.items():
+            part.inward, part.outward = boundaries[j : j + 2] if n > 1 else (None, None)
+
+    def _boundary(self, j: int, inward: Boundary | None) -> Boundary:
+        """What stage ``j`` sends, by an example of what arrives; the first stage has the sample."""
+        part = self.parts[j]
+        module = next((each.submod for each in self.stages if each.stage_index == j), part)
+
+        def run() -> Boundary:
+            part.inward, part.outward = inward, None
+            part.begin(1, 0, self.device)
+            try:
+                wire = () if inward is None else inward.wire(self.device)
+                sent = part.around(0, module, wire)
+            finally:
+                for each in filter(lambda m: isinstance(m, FSDPModule), module.modules()):
+                    each.reshard()  # as it is before and after a step
+            assert part.outward is not None
+            part.outward.dtypes = [tensor.dtype for tensor in sent]
+            return part.outward
+
+        part.inputs = [_copied(self.sample)] if inward is None else []
+        return unchanged(part, torch.no_grad()(run))
+
+    def pytorch_stages(self) -> list[Any]:
+        """PyTorch's objects for the stages of this rank, as they are connected now."""
         index = torch.empty(1, dtype=torch.int64, device="meta")
         loss = torch.empty(1, device="meta", requires_grad=True)
-        for j, part in parts.items():  # with all shapes given nothing is run to find them
+        modules = {each.stage_index: each.submod for each in self.stages}
+        made = []
+        for j, part in self.parts.items():  # with all shapes given nothing is run to find them
             given = (index,) if part.inward is None else part.inward.wire()
-            made = (loss,) if part.outward is None else part.outward.wire()
-            shapes: Any = {"input_args": given, "output_args": made, "group": self._group}
-            self.stages.append(Stage(part, j, len(self.balance), self.device, **shapes))
+            sent = (loss,) if part.outward is None else part.outward.wire()
+            shapes: Any = {"input_args": given, "output_args": sent, "group": self._group}
+            place = j, len(self.balance), self.device
+            made.append(PyTorchStage(part.around, modules.get(j, part), *place, **shapes))
+        return made
+
+    def _tie(self) -> None:
+        """Tensors that several ranks hold begin with the values of the first one."""
         for k, tie in enumerate(self._tied):
             ranks = list(dict.fromkeys(self._rank_of[j] for j in tie.stages))
-            mine = [place for place in tie.places if place.stage in parts]
-            if len(ranks) == 1 or not mine:
+            mine = [place for place in tie.places if place.stage in self.parts]
+            if not mine:
                 continue
-            group, place = peers.new_group(f"tie {k}", ranks=ranks), mine[0]
-            tensor = attrgetter(place.full_name)(self).detach()
-            dense = tensor.contiguous()
-            dist.broadcast(dense, dist.get_global_rank(self._group, ranks[0]), group)
-            tensor.copy_(dense)
-            if isinstance(place.tensor, nn.Parameter):
-                self._ties.append((place.full_name, group, ranks[0] == self.rank))
+            group = None
+            if len(ranks) > 1:
+                group = self.peers.new_group(f"tie {k}", ranks=ranks)
+                tensor = attrgetter(mine[0].full_name)(self).detach()
+                dense = tensor.contiguous()
+                dist.broadcast(dense, dist.get_global_rank(self._group, ranks[0]), group)
+                tensor.copy_(dense)
+            if isinstance(mine[0].tensor, nn.Parameter):
+                names = [place.full_name for place in mine]
+                self._ties.append(_Tied(names, group, ranks[0] == self.rank))
+
+    def _apply(self, *args: Any, **how: Any) -> Any:
+        self._boundaries.clear()  # of other dtypes, perhaps
+        return super()._apply(*args, **how)  # type: ignore[no-untyped-call]
+
+    def __getstate__(self) -> dict[str, Any]:
+        """A copy has the layers and their state, and knows no processes."""
+        gone = "peers", "_group", "parts", "stages", "_ties", "_tied", "_boundaries", "counts"
+        kept = {key: value for key, value in self.__dict__.items() if key not in gone}
+        return {**kept, "first": None, "last": None, "sample": None, "stages": []}
+
+    def _together(self, what: str) -> Peers:
+        if "peers" not in self.__dict__:
+            raise RuntimeError(
+                f"{what} of a copy of stages, which has their layers and state alone: call it of "
+                "what stage() returned, after load_state_dict(copy.state_dict())"
+            )
+        return self.peers
 
     def schedule(
         self,
@@ -306,6 +403,7 @@ class Stages(ModelNames):
         loss_fn: Callable[..., Any] | None = None,
         loss_reduction: str | None = None,
         weight: Callable[[Any], Any] | Sequence[Any] | None = None,
+        verify: bool | None = None,
         data_parallel: Any = None,
     ) -> Any:
         """Make one of PyTorch's schedules over the stages; called on all ranks.
@@ -322,10 +420,11 @@ class Stages(ModelNames):
                 ``"looped_bfs"``, ``"interleaved_1f1b"``, ``"interleaved_zero_bubble"``; with
                 two on each in a V, ``stage(..., placement="v")``, ``"zbv"``, ``"dualpipev"``.
             chunks: the number of micro-batches.
-            loss_fn: as for ``Pipe.train_batch``, but it returns the loss alone; called on the
-                rank of the last stage. None: there is ``eval`` only.
+            loss_fn: as for ``Pipe.train_batch``; called on the rank of the last stage, where the
+                metrics of the last call are in ``schedule.metrics``. None: there is ``eval`` only.
             loss_reduction: as for ``Pipe.train_batch``.
             weight: as for ``Pipe.train_batch``.
+            verify: as for ``Pipe.train_batch``.
             data_parallel: the process group, or the mesh of one dimension, over which gradients of
                 the stages are averaged. Needed where mini-batches differ in what counts (masked
                 targets, ``weight=``), and for sums.
@@ -337,18 +436,21 @@ class Stages(ModelNames):
         Raises:
             TypeError, ValueError: an argument does not fit, or not the placement of the stages.
         """
-        made = []
+        made: Any = []
 
-        def make() -> tuple[dict[str, Any], None]:
+        def make() -> tuple[dict[str, Any], bool]:
             loss = None if loss_fn is None else known_loss(loss_fn, loss_reduction, weight)
             group = data_parallel
             if group is not None:
                 group = given_group(group, "data_parallel")
-            made.append(schedule_over(self, name, checked_chunks(chunks), loss, group))
+            made.append(schedule_over(self, name, checked_chunks(chunks), loss, group, verify))
             alike = {"schedules": name, "chunks": chunks, "loss_fn (or None)": loss is not None}
-            return alike, None
+            return alike, loss is not None and may_weigh(loss)
 
-        self.peers.agree(make)
+        rows = self._together("schedule").agree(make)
+        made[0].weighs = rows[self._rank_of[-1]]
+        self._boundaries.clear()  # layers may be sharded by now
+        self.connect()
         return made[0]
 
     def clip_grad_norm_(
@@ -367,7 +469,7 @@ class Stages(ModelNames):
         """
         if norm_type <= 0:
             raise ValueError(f"norm_type={norm_type}: give a positive one, or math.inf")
-        with self.peers.call("clip_grad_norm_"):
+        with self._together("clip_grad_norm_").call("clip_grad_norm_"):
             total = self._grad_norm(norm_type)
         if error_if_nonfinite and not torch.isfinite(total):
             raise RuntimeError(f"the norm of order {norm_type} of all gradients is {total.item()}")
@@ -376,7 +478,7 @@ class Stages(ModelNames):
         return total
 
     def _grad_norm(self, norm_type: float) -> Tensor:
-        elsewhere = {id(self.get_parameter(name)) for name, _, first in self._ties if not first}
+        elsewhere = {id(weight) for tie in self._ties for weight in tie.weights(self)[tie.first :]}
         by_mesh: dict[Any, list[Any]] = defaultdict(list)
         for parameter in self.parameters():
             if parameter.grad is not None and id(parameter) not in elsewhere:
@@ -393,26 +495,45 @@ class Stages(ModelNames):
         return torch.linalg.vector_norm(everywhere, norm_type)  # type: ignore[no-any-return]
 
     @contextmanager
-    def _added_up(self) -> Iterator[None]:
+    def gradients(self, factor: Callable[[], Tensor] | None) -> Iterator[None]:
         """The gradients of a step become those of all ranks that hold the weight.
 
         So it is as if there were one tensor, and all ranks take the same step. What earlier steps
-        have accumulated is added up already.
+        have accumulated is added up already. Then all are multiplied by a ``factor`` that is known
+        in the end, and hooks of the user's run, once a step.
         """
-        # By name, for ``fully_shard`` makes other parameters.
-        found = [(self.get_parameter(name), group) for name, group, _ in self._ties]
-        shared = [(weight, weight.grad, group) for weight, group in found if weight.requires_grad]
-        for weight, _, _ in shared:
+        tied = [(tie, tie.weights(self)) for tie in self._ties]
+        apart = list(self.parameters()) if factor else list(chain(*[each for _, each in tied]))
+        apart = list({id(weight): weight for weight in apart if weight.requires_grad}.values())
+        before = [weight.grad for weight in apart]
+        hooked = [p for p in self.parameters() if p._post_accumulate_grad_hooks]
+        places: list[Any] = [leaf._post_accumulate_grad_hooks for leaf in hooked]
+        hooks = list(map(OrderedDict, places))
+        for weight in apart:
             weight.grad = None
-        yield
-        for weight, before, group in shared:
-            if weight.grad is None:
-                weight.grad = torch.zeros_like(weight)
-            dense = _local(weight.grad).contiguous()
-            dist.all_reduce(dense, group=group)
-            _local(weight.grad).copy_(dense)
-            if before is not None:
-                weight.grad = before.add_(weight.grad)
+        list(map(OrderedDict.clear, places))
+        try:
+            yield
+            for tie, weights in tied:
+                if weights[0].requires_grad:
+                    tie.add_up(weights)
+            if factor is not None:
+                by = factor()
+                for weight in apart:
+                    if weight.grad is not None:
+                        _local(weight.grad).mul_(by)
+            for weight, grad in zip(apart, before, strict=True):
+                if grad is not None:
+                    weight.grad = grad if weight.grad is None else grad.add_(weight.grad)
+        except BaseException:
+            for weight, grad in zip(apart, before, strict=True):
+                weight.grad = grad
+            raise
+        finally:
+            list(map(OrderedDict.update, places, hooks))
+        for leaf, those in zip(hooked, hooks, strict=True):
+            for hook in those.values() if leaf.grad is not None else ():
+                hook(leaf)
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
         # That of the whole model is welcome: what is on other ranks is passed over.
@@ -432,6 +553,7 @@ def stage(
     init_fn: Callable[[nn.Module], Any] | None = None,
     seed: int | None = None,
     unpack: bool = False,
+    timeout: float | None = None,
 ) -> Stages:
     """Make the stages of this rank; called on all ranks of the pipeline, with the same arguments.
 
@@ -458,6 +580,8 @@ def stage(
         init_fn: as for ``Pipe``.
         seed: as for ``Pipe``; with it the first weights are those of one process.
         unpack: as for ``Pipe``.
+        timeout: seconds that a rank waits for another one, before it raises. None: that of the
+            process group.
 
     Raises:
         TypeError, ValueError: an argument does not fit, or there is no process group.
@@ -465,8 +589,10 @@ def stage(
             has another kind of pipelining.
     """
     check_pipelining()
+    of = given_group(group, "group")
+    timeout = timeout_of(of) if timeout is None else checked_number("timeout", timeout)
     given = layers, balance, sample, placement, device, unpack
-    return Stages(given_group(group, "group"), *given, init_fn=init_fn, seed=seed)
+    return Stages(of, timeout, *given, init_fn=init_fn, seed=seed)
 
 
 def _sizes(balance: Any, module: nn.Sequential, n: int, placement: str) -> list[int]:
@@ -483,5 +609,41 @@ def _sizes(balance: Any, module: nn.Sequential, n: int, placement: str) -> list[
     return sizes
 
 
+class _Tied(NamedTuple):
+    """A weight that is in several stages: its names here, and where it is on other ranks as well.
+
+    ``first``: this is the rank of the first of these stages.
+    """
+
+    names: list[str]
+    group: Any
+    first: bool
+
+    def weights(self, owner: nn.Module) -> list[nn.Parameter]:
+        """What the names are now: ``fully_shard`` makes a parameter for each stage."""
+        return list({id(p): p for p in map(owner.get_parameter, self.names)}.values())
+
+    def add_up(self, weights: Sequence[nn.Parameter]) -> None:
+        for weight in weights:
+            if weight.grad is None:
+                weight.grad = torch.zeros_like(weight)
+        grads: list[Any] = [weight.grad for weight in weights]
+        own = [_local(grad) for grad in grads]
+        if len({(grad.shape, getattr(grad, "placements", None)) for grad in grads}) > 1:
+            raise ValueError(
+                f"{' and '.join(map(repr, self.names))} are one weight, which is sharded in one "
+                "stage otherwise than in another: shard these stages alike, or untie them"
+            )
+        dense = sum(own[1:], own[0]).contiguous()
+        if self.group is not None:
+            dist.all_reduce(dense, group=self.group)
+        for grad in own:
+            grad.copy_(dense)
+
+
 def _local(tensor: Any) -> Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def _copied(tree: Any) -> Any:
+    return map_tensors(lambda tensors: [tensor.clone() for tensor in tensors], tree)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import re
+import warnings
 from collections import Counter
 from collections.abc import Callable
 from itertools import chain
@@ -25,8 +26,9 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
-from syncpipe import NoChunk, Pipe, sequential
+from syncpipe import LayerSpec, NoChunk, Pipe, sequential
 from syncpipe.commands.demo import resnet
 from syncpipe.distributed import peers, stage
 from syncpipe.distributed.schedules import SCHEDULES
@@ -293,7 +295,99 @@ def clipped() -> None:
         assert mine.rank == 3 or torch.allclose(own.grad, own * (0.5 / norm).to(own), rtol=1e-2)
 
 
-@pytest.mark.parametrize("act", [announced, batch_norm, built, trees, clipped])
+def draws() -> None:
+    """Dropout, and weights of specs without a seed: those of a pipe, and generators stay alike."""
+    x, y = torch.randn(16, 4), torch.randint(0, 4, (16,))
+    layers = [LayerSpec(nn.Linear, 4, 4), LayerSpec(nn.Dropout, 0.5)] * 3
+    layers += [LayerSpec(nn.Linear, 4, 4), lambda x: F.dropout(x, 0.2)]
+    torch.manual_seed(3)
+    mine = stage(layers, [2] * 4, sample=x[:2])
+    own = mine.state_dict()
+    rows: list[Any] = [None] * 4
+    dist.all_gather_object(rows, own)
+    pipe = Pipe(layers, [8], devices=["cpu"], chunks=M)
+    pipe.load_state_dict({k: v for row in rows for k, v in row.items()})
+
+    def loss_fn(output: Tensor, target: Tensor) -> Tensor:
+        return F.cross_entropy(F.dropout(output, 0.1), target)
+
+    schedule = mine.schedule("1f1b", chunks=M, loss_fn=loss_fn)
+    for step in range(2):
+        mine.zero_grad()
+        pipe.zero_grad()
+        torch.manual_seed(step)
+        schedule.step(x, target=y)
+        after = torch.get_rng_state()
+        torch.manual_seed(step)
+        pipe.train_batch(x, y, loss_fn=loss_fn)
+        assert torch.equal(after, torch.get_rng_state())
+    for name, parameter in mine.named_parameters():
+        assert torch.equal(parameter.grad, pipe.get_parameter(name).grad)
+
+
+def copied() -> None:
+    """An average of the weights, and a copy, which has no schedules."""
+    mine = stage(linears(), [1] * 4, sample=torch.randn(2, 4))
+    average = AveragedModel(mine, multi_avg_fn=get_ema_multi_avg_fn(0.75))
+    average.update_parameters(mine)
+    with torch.no_grad():
+        for parameter in mine.parameters():
+            parameter.add_(1.0)
+    average.update_parameters(mine)
+    moved = copy.deepcopy(mine)
+    for own, mean, other in zip(
+        mine.parameters(), average.parameters(), moved.parameters(), strict=True
+    ):
+        torch.testing.assert_close(own - mean, torch.full_like(own, 0.75))
+        assert torch.equal(own, other)
+        assert own is not other
+    mine.load_state_dict(average.module.state_dict())
+    with pytest.raises(RuntimeError, match="schedule of a copy of stages"):
+        moved.schedule("gpipe", chunks=2)
+
+
+def hooked() -> None:
+    """An optimizer in hooks makes one step, by the gradients of the mini-batch."""
+    plain, x, y = linears(), torch.randn(16, 4), torch.randint(0, 4, (16,))
+    mine = stage(linears(), [1] * 4, sample=x[:2])
+    for parameter in mine.parameters():
+        step = torch.optim.SGD([parameter], 0.5).step
+        parameter.register_post_accumulate_grad_hook(lambda _, step=step: step())
+    mine.schedule("1f1b", chunks=8, loss_fn=F.cross_entropy).step(x, target=y)
+    F.cross_entropy(plain(x), y).backward()
+    torch.optim.SGD(plain.parameters(), 0.5).step()
+    for name, parameter in mine.named_parameters():
+        torch.testing.assert_close(parameter, plain.get_parameter(name))
+        assert parameter._post_accumulate_grad_hooks
+
+
+def warned() -> None:
+    """Of a masked mean of one's own, on the rank that has the outputs; metrics are there."""
+    x, y = torch.randn(16, 4), torch.randint(1, 4, (16,))
+    y[:7:2] = 0
+
+    def loss_fn(output: Tensor, target: Tensor) -> Any:
+        kept = target != 0
+        lost = F.cross_entropy(output, target, reduction="none")
+        return (lost * kept).sum() / kept.sum(), {"output": float(output.detach().mean())}
+
+    mine = stage(linears(), [1] * 4, sample=x[:2])
+    schedule = mine.schedule("1f1b", chunks=8, loss_fn=loss_fn)
+    quiet = mine.schedule("1f1b", chunks=8, loss_fn=loss_fn, verify=False)
+    for each, wanted in (schedule, mine.last is not None), (quiet, False):
+        with warnings.catch_warnings(record=True) as found:
+            warnings.simplefilter("always")
+            output = each.step(x, target=y)
+        said = [str(warning.message) for warning in found if "loss_fn" in str(warning.message)]
+        assert bool(said) == wanted, said
+        assert (each.metrics is None) == (mine.last is None)
+        if output is not None:
+            torch.testing.assert_close(each.metrics["output"], float(output.mean()))
+
+
+@pytest.mark.parametrize(
+    "act", [announced, batch_norm, built, trees, clipped, draws, copied, hooked, warned]
+)
 def test_models_of_all_kinds(four, act):
     four.run(act)
 

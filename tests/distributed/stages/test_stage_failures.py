@@ -32,7 +32,7 @@ def fails(how: str) -> list[str] | None:
     if how in ERRORS:
         culprit.phase, culprit.i, culprit.error = how, 2, ERRORS[how]
         culprit.error.__cause__ = OSError("the disk is full")
-    mine = stage(layers, [1, 1, 1], sample=x[:2])
+    mine = stage(layers, [1, 1, 1], sample=x[:2], timeout=2 if how == "late" else None)
     schedule = mine.schedule("1f1b", chunks=6, loss_fn=F.mse_loss)
     calls = {
         "step": lambda: schedule.step(x, target=y),
@@ -48,8 +48,16 @@ def fails(how: str) -> list[str] | None:
         return None
     if how == "killed" and rank == 1:
         os.kill(os.getpid(), signal.SIGKILL)
+    if how == "late" and rank == 1:  # until the others have given up
+        return [told(lambda: _wait_for(mine.peers)), told(calls["step"])]
     odd = how in calls and rank == (2 if how == "eval" else 0)
     return [told(calls[how if odd else "step"]), told(calls["step"])]
+
+
+def _wait_for(here: peers.Peers) -> None:
+    while not here.why() and not any(row.gone for row in here._rows().values()):
+        pass
+    raise RuntimeError("this pipeline has ended: ")
 
 
 ENDED = r" \(the pipeline has ended in all processes\)"
@@ -64,6 +72,11 @@ SAYS = {
     "eval": [f"LostProcess: call 2 is {STEP} in rank [01] and {EVAL} in rank 2{ENDED}"] * 3,
     "refused": ["ValueError: the input has 7 samples, and chunks=6", SHORT, SHORT],
     "clip": [f"LostProcess: call 2 is clip_grad_norm_ in rank 0 and {STEP} in rank [12]"] * 3,
+    "late": [
+        LATE := "LostProcess: rank 1 did not come to call 2 of a pipeline within 2 s",
+        "",
+        LATE,
+    ],
     "leaves": ["LostProcess: rank 1 has ended, after call 1, and the others wait for it", "", ""],
     "killed": ["LostProcess: rank 1 does not answer any more, and has probably been killed"] * 3,
 }
