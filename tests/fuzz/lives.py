@@ -293,6 +293,8 @@ class Life:
             chunks=pipe.chunks, checkpoint=pipe.checkpoint, schedule=pipe.schedule,
         )  # fmt: skip
         fresh.training = pipe.training
+        for new, old in zip(fresh._ready().stages, pipe._ready().stages, strict=True):
+            new.changes.any = old.changes.any  # once there was need of a lock, threads may need it
         with suppressed(self._may_refuse), inline():
             for one in (fresh, pipe):
                 run = partial(one.train_batch, batch(6, 0, False), loss_fn=weigh, verify=False)
