@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 import io
+import itertools
 import pickle
 import random
 import sys
@@ -394,10 +395,8 @@ class Life:
         memory: dict[int, Tensor] = {}
         pairs = zip(self.pipe[:].modules(), self.plain.modules(), strict=True)
         for ours, theirs in islice(pairs, 1, None):
-            for mine, other in (
-                (ours._parameters, theirs._parameters),
-                (ours._modules, theirs._modules),
-            ):
+            for kind in ("_parameters", "_modules"):
+                mine, other = getattr(ours, kind), getattr(theirs, kind)
                 for name in mine.keys() - other.keys():  # what the layer made in its forward
                     other[name] = copy.deepcopy(mine[name])
                 for name in other.keys() - mine.keys():
@@ -462,12 +461,11 @@ def _unhookable(kind: str) -> bool:
 
 
 def _raising(when: str, at: int) -> Callable[..., None]:
-    calls = 0
+    """A forward hook that raises in its call ``at``, or in the backward of what was given."""
+    calls = itertools.count(1)
 
     def fail(*_: Any) -> None:
-        nonlocal calls
-        calls += 1
-        if calls == at:
+        if next(calls) == at:
             raise Failure
 
     def hook(layer: nn.Module, inputs: Any, output: Any) -> None:
@@ -502,12 +500,10 @@ def _copied(module: nn.Module, how: str) -> Any:
 
     class Pickler(pickle.Pickler):
         def persistent_id(self, found: Any) -> int | None:
-            if isinstance(found, FunctionType) or (
-                isinstance(found, type) and found.__module__.startswith(("tests", "torch.nn"))
-            ):
-                named[id(found)] = found
-                return id(found)
-            return None
+            if not isinstance(found, FunctionType | type):
+                return None
+            named[id(found)] = found
+            return id(found)
 
     class Unpickler(pickle.Unpickler):
         def persistent_load(self, found: int) -> Any:
@@ -645,11 +641,9 @@ def drawn_story(chance: random.Random) -> Story:
     }
     events = []
     for _ in range(chance.randint(5, 15)):
-        name = chance.choice(_EVENTS)
-        draw: Any = _DRAWN[name]
-        events.append((name, *draw(chance, count, kinds)))
-        if name not in ("call", "fail", "step") and chance.random() < 0.7:
-            events.append(("call", *_drawn_call(chance, count, kinds)))
+        events.append(_drawn_event(chance, chance.choice(_EVENTS), count, kinds))
+        if events[-1][0] not in ("call", "fail", "step") and chance.random() < 0.7:
+            events.append(_drawn_event(chance, "call", count, kinds))
     if "table" in model.layers or chance.random() < 0.3:
         events.append(("end", (), {}))
     return Story(model.layers, begins, tuple(events))
@@ -669,68 +663,51 @@ def _checkpoint(chance: random.Random, count: int) -> Any:
     return chance.choice(["never", "always", "always", "except_last", "offload", layers])
 
 
-def _drawn_call(chance: random.Random, count: int, kinds: Any) -> Any:
-    named: dict[str, Any] = {"size": chance.randint(1, 6)}
-    if chance.random() < 0.3:
-        named["loss"] = chance.choice(["sum", "weighted", "anew", "anew"])
-    if chance.random() < 0.1:
-        named["autocast"] = chance.choice(["cached", "anew"])
-    if chance.random() < 0.2:
-        named["computed"] = True
-    if chance.random() < 0.3:
-        named["under"] = chance.choice(_UNDER)
-    drivers = ["forward", "train", "train", "iterator", "eval", "outputs", "no_grad"]
-    return (chance.choice(drivers),), named
-
-
-def _drawn_set(chance: random.Random, count: int, kinds: Any) -> Any:
+def _drawn_event(chance: random.Random, name: str, count: int, kinds: Sequence[str]) -> Any:
+    pick, k = chance.choice, chance.randrange(count)
+    flag = pick([True, False])
+    if name == "call":
+        drivers = ["forward", "train", "train", "iterator", "eval", "outputs", "no_grad"]
+        often = {"loss": 0.3, "autocast": 0.1, "computed": 0.2, "under": 0.3}
+        values = {
+            "loss": pick(["sum", "weighted", "anew", "anew"]),
+            "autocast": pick(["cached", "anew"]),
+            "computed": True,
+            "under": pick(["inline", "profiler", "tracer", "thread", "draws"]),
+        }
+        given = {key: value for key, value in values.items() if chance.random() < often[key]}
+        return name, (pick(drivers),), {"size": chance.randint(1, 6), **given}
+    if name == "fail":
+        when = pick(["forward", "backward", "interrupt"])
+        at = chance.randint(1, 2000 if when == "interrupt" else 4)
+        return name, (k, when, at), {"driver": pick(["train", "train", "forward", "eval"])}
     balance, devices = _placed(chance, count)
-    values = {
+    settings = {
         "chunks": chance.randint(1, 4),
         "checkpoint": _checkpoint(chance, count),
         "balance": balance,
         "devices": devices,
         "replicas": [chance.randint(1, 2) for _ in balance],
-        "schedule": chance.choice(fitting(devices)),
+        "schedule": pick(fitting(devices)),
     }
-    name = chance.choice([name for name in values if f"set {name}" not in _OFF])
-    return (name, values[name]), {}
+    arguments: dict[str, tuple[Any, ...]] = {
+        "set": pick([*settings.items()]),
+        "zero": (flag,),
+        "optimizer": (pick(["sgd", "adam"]),),
+        "mode": (pick([None, k]), flag),
+        "freeze": (k, flag),
+        "change": (k, pick([0.5, 1.5, 2, [0.5], [1.5]])),
+        "hook": (k, pick(["forward", "backward", "parameter"])),
+        "replace": (k, pick(kinds), pick(["index", "name", "modules"])),
+        "load": (k, flag),
+        "copy": (pick(["deepcopy", "pickle"]),),
+        "flatten": (pick(["parameters", "gradients"]),),
+    }
+    return name, arguments.get(name, ()), {}
 
 
-def _drawn_fail(chance: random.Random, count: int, kinds: Any) -> Any:
-    when = chance.choice(["forward", "backward", "interrupt"])
-    at = chance.randint(1, 2000 if when == "interrupt" else 4)
-    driver = chance.choice(["train", "train", "forward", "eval"])
-    return (chance.randrange(count), when, at), {"driver": driver}
-
-
-_UNDER = ["inline", "profiler", "tracer", "thread", "draws"]
-_WAYS = ["index", "name", "modules"]
-_DRAWN: dict[str, Callable[..., Any]] = {
-    "call": _drawn_call,
-    "step": lambda chance, count, kinds: ((), {}),
-    "zero": lambda chance, count, kinds: ((chance.random() < 0.7,), {}),
-    "optimizer": lambda chance, count, kinds: ((chance.choice(["sgd", "adam"]),), {}),
-    "set": _drawn_set,
-    "mode": lambda chance, count, kinds: (
-        (chance.choice([None, chance.randrange(count)]), chance.random() < 0.6), {}
-    ),
-    "freeze": lambda chance, count, kinds: ((chance.randrange(count), chance.random() < 0.4), {}),
-    "change": lambda chance, count, kinds: (
-        (chance.randrange(count), chance.choice([0.5, 1.5, 2, [0.5], [1.5]])), {}
-    ),
-    "hook": lambda chance, count, kinds: (
-        (chance.randrange(count), chance.choice(["forward", "backward", "parameter"])), {}
-    ),
-    "unhook": lambda chance, count, kinds: ((), {}),
-    "replace": lambda chance, count, kinds: (
-        (chance.randrange(count), chance.choice(kinds), chance.choice(_WAYS)), {}
-    ),
-    "load": lambda chance, count, kinds: ((chance.randrange(100), chance.random() < 0.4), {}),
-    "copy": lambda chance, count, kinds: ((chance.choice(["deepcopy", "pickle"]),), {}),
-    "flatten": lambda chance, count, kinds: ((chance.choice(["parameters", "gradients"]),), {}),
-    "fail": _drawn_fail,
-}  # fmt: skip
+_EVENTS = [*["call"] * 6, "step", "step", "step", "zero", "optimizer", "set", "set", "mode"]
+_EVENTS += ["freeze", "change", "change", "hook", "unhook", "replace", "replace", "load", "copy"]
+_EVENTS += ["flatten", "fail"]
 #: Kinds that wait for their mends: what layers keep, change and make.
 _OFF = {"center", "send_kept", "makes", "makes_module"}
-_EVENTS = ["call"] * 5 + ["step"] * 2 + ["set", "change", "replace"] + [*_DRAWN]
