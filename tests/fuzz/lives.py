@@ -139,24 +139,23 @@ class Life:
         """Layer ``k`` raises in the forward or backward of its call ``at``, or Ctrl-C comes."""
         call, case = self._call(driver, size)
         before = self._gradients()
-        run = partial(run_pipe, self.pipe, case, call, self.k, Place())
         torch.manual_seed(self.k)
-        came = False
-        if when == "interrupt":
+        if when == "interrupt":  # which may come after all is done
             x = batch(size, self.k, False)
             with suppressed(self._may_refuse):
-                came = interrupted(at, lambda: self.pipe.train_batch(x, loss_fn=weigh))[1]
-        else:
-            handle = self.pipe[k].register_forward_hook(_raising(when, at))
-            try:
-                with suppressed(self._may_refuse):
-                    run()
-            except Failure:
-                came = True
-            finally:
-                handle.remove()
-        if came and (driver == "train" or when == "interrupt"):
-            assert_same(self._gradients(), before, "gradients after an error ")
+                interrupted(at, lambda: self.pipe.train_batch(x, loss_fn=weigh))
+            self._follow()
+            return
+        handle = self.pipe[k].register_forward_hook(_raising(when, at))
+        try:
+            with suppressed(self._may_refuse):
+                run_pipe(self.pipe, case, call, self.k, Place())
+        except Failure:
+            if driver == "train":
+                after = {name: grad for name, grad in self._gradients().items() if name in before}
+                assert_same(after, before, "gradients after an error ")
+        finally:
+            handle.remove()
         self._follow()
 
     # --- events: training ------------------------------------------------------------------------
@@ -371,7 +370,7 @@ class Life:
         return any(_REFUSED[kind] in str(error) for kind in kinds)
 
     def _settings(self) -> dict[str, Any]:
-        names = ("balance", "devices", "replicas", "chunks", "checkpoint", "schedule")
+        names = ("balance", "devices", "replicas", "chunks", "checkpoint", "schedule", "slots")
         return {name: getattr(self.pipe, name) for name in names}
 
     def _parameters(self) -> list[int]:
@@ -484,12 +483,12 @@ def _put(pipe: Pipe, k: int, layer: nn.Module, how: str) -> None:
         setattr(pipe, str(k), layer)
     elif how == "modules":
         pipe._modules[str(k)] = layer
-    else:
-        for partition in pipe.partitions:
-            if k < len(partition):
-                partition[k] = layer
-                return
-            k -= len(partition)
+    for partition in pipe.partitions if "partition" in how else ():
+        if 0 <= k < len(partition) and how == "partition":
+            partition[k] = layer
+        elif 0 <= k < len(partition):
+            partition._modules[[*partition._modules][k]] = layer
+        k -= len(partition)
 
 
 def _copied(module: nn.Module, how: str) -> Any:
@@ -689,6 +688,7 @@ def _drawn_event(chance: random.Random, name: str, count: int, kinds: Sequence[s
         "devices": devices,
         "replicas": [chance.randint(1, 2) for _ in balance],
         "schedule": pick(fitting(devices)),
+        "slots": pick([None, "textbook", "overlap", [2] * len(balance)]),
     }
     arguments: dict[str, tuple[Any, ...]] = {
         "set": pick([*settings.items()]),
@@ -698,7 +698,7 @@ def _drawn_event(chance: random.Random, name: str, count: int, kinds: Sequence[s
         "freeze": (k, flag),
         "change": (k, pick([0.5, 1.5, 2, [0.5], [1.5]])),
         "hook": (k, pick(["forward", "backward", "parameter"])),
-        "replace": (k, pick(kinds), pick(["index", "name", "modules"])),
+        "replace": (k, pick(kinds), pick(_WAYS)),
         "load": (k, flag),
         "copy": (pick(["deepcopy", "pickle"]),),
         "flatten": (pick(["parameters", "gradients"]),),
@@ -709,5 +709,6 @@ def _drawn_event(chance: random.Random, name: str, count: int, kinds: Sequence[s
 _EVENTS = [*["call"] * 6, "step", "step", "step", "zero", "optimizer", "set", "set", "mode"]
 _EVENTS += ["freeze", "change", "change", "hook", "unhook", "replace", "replace", "load", "copy"]
 _EVENTS += ["flatten", "fail"]
+_WAYS = ["index", "name", "modules", "partition", "of partition"]
 #: Kinds that wait for their mends: what layers keep, change and make.
-_OFF = {"center", "send_kept", "makes", "makes_module"}
+_OFF: set[str] = set()
