@@ -24,7 +24,7 @@ pipe inside a layer is covered by the lock of the outermost stage: that comes be
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Container, Iterable, MutableMapping
+from collections.abc import Callable, Iterable, Mapping, MutableMapping
 from contextvars import ContextVar
 from functools import partial
 from itertools import filterfalse
@@ -141,7 +141,7 @@ class ModuleState:
     by identity, other tensors stand in the modules: those are not copied.
     """
 
-    def __init__(self, root: nn.Module, changes: Changes, others: Container[int] = ()) -> None:
+    def __init__(self, root: nn.Module, changes: Changes, others: Mapping[int, Tensor]) -> None:
         self._root, self.changes, self.others = root, changes, others
         self._modules, self._marks = _walk(root)
         self._states = [(m, m.training, _numbers(m), dict(m._parameters)) for m in self._modules]
@@ -150,6 +150,7 @@ class ModuleState:
         self.lazy = len(self._parameters) < len(found)
         self._flags = [p.requires_grad for p in self._parameters]
         self._tracked = [p for p in self._parameters if not p.is_inference()]
+        self._computing = [others.get(id(p), p) for p in self._tracked]
         self.note_versions()
         self._checked: tuple[object, list[Swap]] | None = None
         self.first = True  # no cell went forward yet
@@ -164,7 +165,7 @@ class ModuleState:
     def note_versions(self) -> None:
         """The parameters are as they should be: cells that do not compute with them as they were
         before may be in flight."""
-        self._versions = list(map(_VERSION, self._tracked))
+        self._versions = list(map(_VERSION, self._computing))
         self._renormed = dict(self.changes.renormed.items())
 
     def version(self, buffer: Tensor, version: int) -> _Version:
@@ -187,7 +188,7 @@ class ModuleState:
         Modules are looked at once for each ``moment``. Raises a ``RuntimeError`` if a parameter was
         modified in place, or the layers are other ones.
         """
-        if (versions := list(map(_VERSION, self._tracked))) != self._versions:
+        if (versions := list(map(_VERSION, self._computing))) != self._versions:
             renormed = self.changes.renormed
             for p, then, now in zip(self._tracked, self._versions, versions, strict=True):
                 now -= renormed.get(p, 0) - self._renormed.get(p, 0)  # by the forward itself

@@ -11,7 +11,8 @@ made of the very memory of the parameters, as long as these stay as they are::
                             memory ---- leaf of version 2         until cells 4, 5 have gone back
 
 So a version costs memory only if cells need it after the next one is there. A stage that never
-needs an old one, as the last, computes with the parameters themselves.
+needs an old one, as the last, computes with the parameters themselves, unless they are views of a
+flat buffer: others' updates count as theirs.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ from torch.autograd.graph import get_gradient_edge
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
-from syncpipe.data import described, scatter_pair, storage_of, tensors_in
+from syncpipe.data import described, is_part, scatter_pair, storage_of, tensors_in
 from syncpipe.layers.ties import overlapping
 from syncpipe.options import StageMode
 from syncpipe.runtime.engine import Run
@@ -317,7 +318,14 @@ class _StageWeights:
         self._swaps: list[tuple[StageRun, dict[int, list[Swap]]]] = []
         self._memory = [parameter.data for parameter in self.parameters]
         self._free: list[list[Tensor]] = []  # memory of versions that are over
-        held = most if most > 1 and self.parameters else 0
+        #: Frozen ones that are parts of a larger memory, whose versions others count, too.
+        self._fixed = [
+            p for p in stage.partition.parameters() if not p.requires_grad and is_part(p)
+        ]
+        flat = bool(self._fixed) or any(map(is_part, self.parameters))
+        if any(isinstance(m, torch.jit.ScriptModule) for m in stage.partition.modules()):
+            flat = False
+        held = most if (most > 1 and self.parameters) or flat else 0
         self.leaves = [list(map(_leaf, self.parameters)) for _ in range(held)]
         self._unused = list(self.leaves)
         #: Versions that are held, oldest first: the number, the leaves, and their marks.
@@ -351,6 +359,8 @@ class _StageWeights:
             swaps: dict[int, list[Swap]] = {}
             for leaves in self.leaves:
                 others = dict(zip(map(id, self.parameters), leaves, strict=True))
+                others.update(zip(map(id, self._fixed), map(_leaf, self._fixed), strict=True))
+                each.others = others  # by whose versions a recomputation goes
                 swaps[id(leaves)] = swaps_of(each.partition, others)
             self._swaps.append((each, swaps))
 
