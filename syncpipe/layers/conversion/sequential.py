@@ -207,9 +207,10 @@ class _Inlined:
             while self._leave(self._faults()):
                 pass
             self._numbers = self._only_used()
+            self._follow_dtypes()
         for run in self.runs.values():
             run.fold(self._numbers)
-        self.notes += self._large_modules()
+        self.notes += [*self._large_modules(), *self._used_twice()]
         if any(run.reentrant for run in self.runs.values()):
             self.notes.append(
                 f"{self.name} recomputes by PyTorch's reentrant checkpoint, which is left out: a "
@@ -260,6 +261,17 @@ class _Inlined:
             owners = {fault.path for fault in faults}
             decisive |= more | {r.name for r in reads if r.name.rpartition(".")[0] in owners}
         return set()
+
+    def _follow_dtypes(self) -> None:
+        """Has dtypes that are those of other tensors be these: under autocast they are others."""
+        kind = self.tensors[0].device.type
+        if kind == "meta" or not any(n.meta["dtypes"] for r in self.runs.values() for n in r.nodes):
+            return
+        mixed = torch.autocast(kind, torch.bfloat16, enabled=not torch.is_autocast_enabled(kind))
+        with suppress(Exception), mixed:
+            others = self._run(self.tensors)
+            for mode, run in self.runs.items():
+                run.follow_dtypes(others[mode])
 
     def _faults(self) -> list[Whole]:
         """Runs the sample and other sizes; why modules, the smaller ones first, are no chain."""
@@ -430,8 +442,9 @@ class _Inlined:
                 at = "".join(f"\n  {line or what}" for _, line, what in pinned[:3])
                 self.notes.append(
                     f"{self.name} was converted for batches of {self.signature.batch} only, so a "
-                    "Pipe must cut each mini-batch into micro-batches of this size. The model does "
-                    f"something else with others, here:{at}"
+                    "Pipe must cut each mini-batch into micro-batches of this size. The model "
+                    + (f"does something else with others, here:{at}" if at else "refuses others")
+                    + self._time_first()
                 )
         if not found:
             self.signature.free = free
@@ -502,8 +515,34 @@ class _Inlined:
                     "micro-batches are put together along dimension 0. Let the model return it "
                     "with the batch in dimension 0 (transposed, or expanded), leave it out, or "
                     "compute it of the outputs (a matrix of all samples with all others, in the "
-                    "loss)"
+                    f"loss){self._time_first()}"
                 )
+
+    def _time_first(self) -> str:
+        """A hint, where the batch seems to be dimension 1 of the inputs."""
+        sizes = [tuple(tensor.shape[:2]) for tensor in self.tensors if tensor.dim() > 1]
+        if len(sizes) < 2 or len({b for _, b in sizes}) > 1 or len({a for a, _ in sizes}) == 1:
+            return ""
+        return (
+            f". The inputs have the size {sizes[0][1]} in dimension 1: if that is the batch, write "
+            "a model that takes it in dimension 0 (batch_first=True) and transposes inside"
+        )
+
+    def _used_twice(self) -> Iterator[str]:
+        """Says which modules with statistics of batches are called several times."""
+        calls = Counter(n.target for n in self.runs[True].nodes if n.op == "call_module")
+        for path in [str(path) for path, times in calls.items() if times > 1]:
+            for name, part in self.model.get_submodule(path).named_modules():
+                if isinstance(part, _NormBase) and part.running_mean is not None:
+                    at = f"{path}.{name}".rstrip(".")
+                    yield (
+                        f"{at} ({type(part).__name__}) is called {calls[path]} times in a forward. "
+                        "Stages see the micro-batches in another order, so that a Pipe takes it in "
+                        "training only where all of these calls are in one stage. If they are an "
+                        "encoder's for several inputs, convert the encoder, and call pipe(u) and "
+                        "pipe(v), or pipe(torch.cat([u, v]))"
+                    )
+                    break
 
     def _large_modules(self) -> Iterator[str]:
         """Says which module that was not inlined has most of the model."""

@@ -51,6 +51,10 @@ _DECIDES = frozenset(
     {"__bool__", "__int__", "__float__", "__index__", "is_nonzero", "equal", "allclose",
      "__contains__"}
 )  # fmt: skip
+#: Of these the ones that a guard asks.
+_GUARDED: dict[str, Any] = {
+    **dict.fromkeys(("__bool__", "is_nonzero", "item"), operator.truth), "equal": torch.equal,
+}  # fmt: skip
 #: Python takes values out of a tensor, or puts them in; a graph that it walks may be cut.
 _READS = frozenset({"tolist", "numpy", "__array__", "untyped_storage", "storage", "__set__",
                     "__complex__", "__delete__", "backward", "grad", "register_hook"})  # fmt: skip
@@ -58,6 +62,8 @@ _READS = frozenset({"tolist", "numpy", "__array__", "untyped_storage", "storage"
 _INTERNAL = frozenset({*vars(nn.Module), *vars(nn.Module())}) - {"training"}
 #: The name of the device where a layer is; it becomes that of a tensor that the layer is given.
 DEVICE = "_device"
+#: How many reads of dtypes are looked at for where one is from.
+_READS_BACK = 64
 #: What a trace begins and ends with.
 _ENDS = ("placeholder", "output")
 _TREES = (tuple, list, torch.Size, dict, slice)
@@ -236,7 +242,8 @@ class Tracer(TorchFunctionMode):
     A node has in its ``meta``: ``at``, how many there were before it; ``call``, the one that did
     it; ``key``, that and its number in it, the same in every run that goes the same way; ``owner``,
     the path of the module whose forward it was, and ``line``, where; ``value``; ``reads``, of which
-    attributes alone a number was computed; ``writes``, whether it writes into one of its arguments;
+    attributes alone a number was computed; ``dtypes``, the tensors whose dtype may be an argument;
+    ``writes``, whether it writes into one of its arguments;
     ``grad``, whether gradients were on; ``pure``, whether it may be left out where nobody uses what
     it gives; ``seconds``, for modules; ``name``, for the code.
 
@@ -271,7 +278,7 @@ class Tracer(TorchFunctionMode):
         self.reads, self.decisive = dict[str, Read](), set[str]()
         self.modes: list[tuple[int, _Call, str]] = []
         self._watched = {id(module): path for module, path in paths.items()}
-        self._numbers = dict[str, Any]()
+        self._numbers, self._dtypes = dict[str, Any](), list[tuple[torch.dtype, fx.Node]]()
         self._written: dict[tuple[int, str], _Written] = {}
         self._nodes: dict[int, fx.Node] = {}
         self._off, self._thread = False, threading.get_ident()
@@ -310,6 +317,27 @@ class Tracer(TorchFunctionMode):
                 for user in list(node.users):
                     value = lambda n, node=node: node.meta["value"] if n is node else n  # noqa: E731
                     user.args, user.kwargs = fx.node.map_arg((user.args, user.kwargs), value)
+
+    def follow_dtypes(self, other: Tracer) -> None:
+        """Has dtypes that differ in another run of the same nodes be those of tensors."""
+        theirs = {node.meta["key"]: node for node in other._graph.nodes}
+        for node in self.nodes:
+            twin, dtype = theirs.get(node.meta["key"]), _dtype_of(node)
+            if twin is None or dtype is None or _dtype_of(twin) in (None, dtype):
+                continue
+            for source in node.meta["dtypes"]:
+                like = theirs.get(source.meta["key"])
+                if like is not None and like.meta["value"].dtype is _dtype_of(twin):
+                    early = source.op != "get_attr"
+                    with self._graph.inserting_after(source if early else node.prev):
+                        found = self._graph.call_function(getattr, (source, "dtype"))
+                    key = (*node.meta["key"], "dtype")
+                    found.meta.update({**(source if early else node).meta, "key": key})
+                    found.meta.update(value=dtype, pure=True, writes=False, name="dtype", dtypes=())
+                    put = lambda a, d=dtype, f=found: f if a is d else a  # noqa: E731
+                    node.args, node.kwargs = fx.node.map_aggregate((node.args, node.kwargs), put)
+                    break
+        self.nodes = [node for node in self._graph.nodes if node.op != "get_attr"]
 
     # What stands in for functions meanwhile
 
@@ -531,10 +559,14 @@ class Tracer(TorchFunctionMode):
         if name in _READS:
             self._fault(f"Python takes values out of a tensor, or puts them in ({name})")
         decides = name in _DECIDES or (name == "item" and args[0].dtype is torch.bool)
+        if decides and (ask := _GUARDED.get(name)) and self._of_flags(args):
+            return self._guarded(ask, args)
         if decides:
             self._fault("what it does next depends on the values in a tensor")
         if decides or name in _CONSTANT or name in _READS:
             return func(*map_tree(plain, args), **kwargs)
+        if name == "dtype" and (node := self._nodes.get(id(args[0]))) is not None:
+            self._dtypes.append((func(*args), node))
         if attribute:
             given = (args[0], name)
             return self._perform("call_function", getattr, lambda x, _: func(x), given, {})
@@ -545,6 +577,31 @@ class Tracer(TorchFunctionMode):
         if written is not None and not kwargs:
             return self._perform("call_function", written, func, args, {})
         return self._perform("call_method", name, func, args, kwargs)
+
+    def _of_flags(self, tensors: Any) -> bool:
+        """Whether values come of integers and flags alone that the model was called with: ids and
+        masks, which decide the same in most calls.
+        """
+        pending = [self._nodes.get(id(tensor)) for tensor in tensors_in(tensors)]
+        for node in pending:
+            value = None if node is None else node.meta["value"]
+            floats = isinstance(value, Tensor) and value.dtype.is_floating_point
+            if node is None or (node.op == "placeholder" and floats) or node.op == "call_module":
+                return False
+            if node.meta["key"][0] == "attribute" and isinstance(value, nn.Parameter):
+                return False
+            pending += node.all_input_nodes
+        return True
+
+    def _guarded(self, ask: Callable[..., bool], args: Any) -> bool:
+        """A decision by values, which is asked again in each call."""
+        given, self._off = self._lift(args), True
+        value = ask(*args)
+        self._off = False
+        node = self._place("call_function", Function(ask, ask.__name__), given)
+        node.meta["value"] = value
+        self._place("call_function", guard, (node, value, line_in_model()))
+        return value
 
     # What is written down
 
@@ -581,6 +638,8 @@ class Tracer(TorchFunctionMode):
                 return result
         node = self._place(op, target, *given)
         node.meta.update(seconds=seconds, writes=bool(written))
+        if (dtype := _dtype_of(node)) is not None:
+            node.meta["dtypes"] = [n for d, n in self._dtypes[:-_READS_BACK:-1] if d is dtype]
         if mode != self._mode:
             self._fault("the model runs this under another mode (autocast, inference_mode)")
         if op != "call_module" and type(result) in (tuple, list):
@@ -638,7 +697,7 @@ class Tracer(TorchFunctionMode):
         node.meta.update(
             call=call, key=key or (*call, self.steps[call]), owner=call[-1][1],
             line=line_in_model(), pure=pure or (key is not None and op not in _ENDS),
-            at=len(self._graph.nodes), writes=False, value=None, reads=frozenset(),
+            at=len(self._graph.nodes), writes=False, value=None, reads=frozenset(), dtypes=(),
             grad=torch.is_grad_enabled(),
             name=re.sub(r"^(?=\d|$)", "value_", re.sub(r"\W", "_", name).strip("_")),
         )  # fmt: skip
@@ -749,6 +808,12 @@ def line_in_model() -> str:
             code = linecache.getline(file, line).strip()
             return f"{file}:{line}, in {frame.f_code.co_name}: {code}"
     return ""
+
+
+def _dtype_of(node: fx.Node) -> torch.dtype | None:
+    """The dtype of floats that is an argument."""
+    found = [a for a in flatten((node.args, node.kwargs))[0] if isinstance(a, torch.dtype)]
+    return next((dtype for dtype in found if dtype.is_floating_point), None)
 
 
 def _counts(leaf: Any) -> bool:

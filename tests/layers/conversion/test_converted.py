@@ -126,6 +126,28 @@ def test_dropout_obeys_the_mode():
         assert torch.equal(values(layers.eval()(*sample))[0], values(model.eval()(*sample))[0])
 
 
+def casts(m: Any, x: Tensor) -> Tensor:
+    """Casts to the dtype of others, early and late, and to one of its own."""
+    dtype = x.dtype
+    h = m.middle(x)
+    small = h.float().pow(2).mean(-1, keepdim=True) + 1
+    kept = torch.zeros(h.shape, dtype=h.dtype)
+    kept[:, :2] = (h / small.to(torch.float32))[:, :2].to(h.dtype)
+    return (kept + (h * small).to(dtype)).to(m.b.weight.dtype)
+
+
+@pytest.mark.parametrize("early", [False, True])
+def test_dtypes_of_other_tensors_are_followed_under_autocast(early):
+    model = Does(lambda m, x: m.b(casts(m, m.a(x))), middle=nn.Linear(4, 4))
+    x = torch.randn(4, 4)
+    with torch.autocast("cpu", torch.bfloat16, enabled=early):
+        pipe = Pipe(sequential(model, x), [1, 2], devices=["cpu:0", "cpu:1"])
+    for enabled in (True, False):
+        with torch.autocast("cpu", torch.bfloat16, enabled=enabled):
+            assert torch.equal(pipe(x), model(x))
+            assert pipe(x).dtype is model(x).dtype
+
+
 def test_copies_pickles_and_compiled_layers():
     _, pipe = converted("attributes")
     inputs = (torch.randn(8, 4),)

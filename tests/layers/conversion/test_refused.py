@@ -226,6 +226,48 @@ def test_a_method_that_is_handed_on_leaves_its_module_whole():
     assert "or a method of it" in whole.reason
 
 
+def test_a_decision_by_ids_or_a_mask_is_asked_in_each_call():
+    def forward(m: Any, x: Tensor) -> Tensor:
+        padding = m.ids(x).eq(0) if m.whole else x.eq(0)
+        h = m.b(m.a(m.table(x)))
+        return h if not padding.any() else h.masked_fill(padding[..., None], 0.0)
+
+    ids = torch.randint(1, 9, (3, 5))
+    model = Does(forward, table=nn.Embedding(9, 4), whole=False)
+    layers = sequential(model, ids)
+    assert len(layers) == 3
+    assert torch.equal(layers(ids[:2]), model(ids[:2]))
+    pipe = Pipe(layers, [1, 2], devices=["cpu:0", "cpu:1"], chunks=3)
+    padded = ids.clone()
+    padded[1, -1] = 0
+    with pytest.raises(ValueError, match=r"this was False; here it is True, .*\n.*padding\.any"):
+        pipe(padded)
+    assert torch.allclose(pipe(ids), model(ids), atol=1e-6)
+    assert torch.equal(sequential(model, padded)(padded), model(padded))
+    with pytest.raises(ValueError, match="depends on the values"):
+        sequential(Does(forward, table=nn.Embedding(9, 4), whole=True, ids=Do(lambda x: x)), ids)
+
+
+def test_a_norm_that_is_called_twice_and_time_first_are_named_at_conversion():
+    encoder = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
+    siamese = Does(lambda m, x: m.encoder(x) * m.encoder(-x), encoder=encoder)
+    with pytest.warns(
+        UserWarning, match=r"encoder\.1 \(BatchNorm1d\) is called 2 times.*pipe\(u\)"
+    ):
+        sequential(siamese, X)
+
+    class Translates(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b = nn.GRU(4, 4), nn.GRU(4, 4)
+
+        def forward(self, source: Tensor, target: Tensor) -> Tensor:
+            return self.b(target, self.a(source)[1])[0]
+
+    with pytest.raises(ValueError, match=r"size 3 in dimension 1: .*batch_first=True"):
+        sequential(Translates(), torch.rand(7, 3, 4), torch.rand(5, 3, 4))
+
+
 def test_a_compiled_model_is_converted_as_itself():
     compiled = torch.compile(Pair(), backend="eager")
     with pytest.warns(UserWarning, match=r"Pair is compiled, .*pipe\.compile\(\)"):
@@ -237,6 +279,8 @@ def test_a_compiled_model_is_converted_as_itself():
 
 def test_a_dtype_that_changes_after_conversion_is_refused_where_it_matters():
     layers = sequential(Pair(lambda _, x: x * (x > 0).to(x.dtype)), X).double()
+    assert layers(X.double()).dtype is torch.float64
+    layers = sequential(Pair(lambda _, x: x * (x > 0).to(torch.float32)), X).double()
     with pytest.raises(TypeError, match="dtype of the parameters was changed after"):
         layers(X.double())
     layers = sequential(ResNet(), torch.rand(3, 6)).double()
