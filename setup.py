@@ -40,6 +40,7 @@ setup(
     extras_require={
         "demo": DEMO,
         "plot": ["matplotlib>=3.7"],
+        "safetensors": ["safetensors>=0.6"],
         "bench": ["torchgpipe>=0.0.7", "fairscale", "tqdm>=4.60", "matplotlib>=3.7"],
         "integrations": [
             "lightning>=2.5",

@@ -96,8 +96,7 @@ def save(module: nn.Module, path: str | os.PathLike[str], *, shard_size: float =
         TypeError, ValueError: something to save is no tensor, or one on ``meta``; ``shard_size`` is
             no number of bytes.
     """
-    from safetensors.torch import save_file
-
+    save_file = _safetensors().torch.save_file
     if not (isinstance(shard_size, int | float) and shard_size > 0):
         raise ValueError(f"shard_size={shard_size!r}: give the bytes of a file, such as 5e9")
     shards: list[dict[str, Tensor]] = [{}]
@@ -132,9 +131,19 @@ def save(module: nn.Module, path: str | os.PathLike[str], *, shard_size: float =
     (folder / (_INDEX if one else _ONE)).unlink(missing_ok=True)  # of a checkpoint before
 
 
-def _opened(file: Path, device: torch.device | str = "cpu") -> Any:
-    from safetensors import safe_open
+def _safetensors() -> Any:
+    try:
+        import safetensors.torch
+    except ImportError as error:
+        raise ImportError(
+            "checkpoints are files of safetensors, which is not installed: pip install "
+            "'syncpipe[safetensors]'"
+        ) from error
+    return safetensors
 
+
+def _opened(file: Path, device: torch.device | str = "cpu") -> Any:
+    safe_open = _safetensors().safe_open
     try:
         with suppress(Exception):  # safetensors may not know the device
             return safe_open(file, "pt", device=str(device))

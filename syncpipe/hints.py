@@ -213,18 +213,16 @@ def _nothing() -> None:
 
 
 @contextmanager
-def target_hint(input: Any, target: Any) -> Iterator[None]:
+def target_hint(call: str, input: Any, target: Any) -> Iterator[None]:
     """Notes on an exception of a layer or a loss function that the target may be in the input."""
     try:
         yield
     except Exception as error:
         hint = ""
         if isinstance(input, Mapping):
-            hint = (
-                f"one of {', '.join(map(repr, input))}, name it: train_batch(batch, target='labels'"
-            )
+            hint = f"one of {', '.join(map(repr, input))}, name it: {call}(batch, target='labels'"
         elif isinstance(input, tuple | list) and len(input) > 1:
-            hint = "its last part: train_batch("
+            hint = f"its last part: {call}("
             hint += "*pair" if len(input) == 2 else "batch[:-1], batch[-1]"
         if hint and target is None and hasattr(error, "__notes__"):
             kind = f"{type(input).__name__} of {len(input)}"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 import os
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence, Set
 from contextlib import AbstractContextManager
 from functools import lru_cache, partial
 from itertools import islice
@@ -35,6 +35,13 @@ def counted(value: Any, given: str, what: str) -> int:
 def checked_chunks(chunks: Any) -> int:
     """The number of micro-batches as an int."""
     return counted(chunks, f"chunks={chunks!r}", "the number of micro-batches")
+
+
+def check_flags(**flags: Any) -> None:
+    """Refuses what is neither True nor False, or 1 or 0: ``"no"`` would count as True."""
+    for name, value in flags.items():
+        if not (isinstance(value, int) and value in (0, 1)) and type(value).__name__ != "bool":
+            raise TypeError(f"{name}={value!r}: must be True or False")
 
 
 def check_stream(data_iter: Any, steps: Any, versions: Any) -> int | None:
@@ -100,7 +107,7 @@ ReplicasLike = int | tuple[int, ...]
 def checked_replicas(replicas: Any) -> ReplicasLike:
     """A number for all stages, or one for each."""
     given, what = f"replicas={replicas!r}", "the number of devices of a stage, or of each, [2, 1],"
-    if isinstance(replicas, Iterable) and not isinstance(replicas, str | bytes):
+    if isinstance(replicas, Iterable) and not isinstance(replicas, str | bytes | Set):
         return tuple(counted(count, given, what) for count in replicas)
     return counted(replicas, given, what)
 

@@ -46,6 +46,7 @@ from syncpipe.layers.time_first import watch_time_first
 from syncpipe.layers.unpack import unpacks
 from syncpipe.layout import Layout, first_layout, same_layers
 from syncpipe.options import (
+    check_flags,
     check_slots,
     check_stream,
     checked_chunks,
@@ -63,7 +64,7 @@ from syncpipe.stages.pipeline import Pipeline
 from syncpipe.timeline.trace import Trace
 from syncpipe.training.forward import forward
 from syncpipe.training.loss import LossCounts, Objective
-from syncpipe.training.sources import Source, source_of
+from syncpipe.training.sources import Source, refuse_dataset, source_of
 from syncpipe.training.stream import OptimizerFactory, Streamed, stream
 from syncpipe.training.train import evaluate, train
 
@@ -188,6 +189,7 @@ class Pipe(ModelNames):
         sample: Any = None,
     ) -> None:
         super().__init__()
+        check_flags(deferred_batch_norm=deferred_batch_norm, unpack=unpack)
         self.chunks = chunks
         modes, schedule = checked_modes(checkpoint), checked_schedule(schedule, slots)
         layers = as_sequential(module)
@@ -519,13 +521,22 @@ class Pipe(ModelNames):
         multiplied by the ratio at the end, to rounding; hooks on parameters see them before that.
         """
 
+        if loss_fn is None:
+            given = "input, target" if data_iter is None else "data_iter=..."
+            raise TypeError(f"loss_fn is missing: write train_batch({given}, loss_fn=...)")
+        check_flags(
+            return_outputs=return_outputs,
+            global_loss=global_loss,
+            verify=verify is not None and verify,
+        )
+
         def step(averaging: Any = None) -> Any:
             source = self._source(input, target, data_iter)
             chosen = self.schedule
             if schedule is not None or slots is not None:
                 chosen = checked_schedule("1f1b" if schedule is None else schedule, slots)
             check_slots(chosen, self.replicas)
-            with target_hint(input, target):
+            with target_hint("train_batch", input, target):
                 return self._drive(
                     train, source, loss_fn=loss_fn, schedule=chosen, averaging=averaging,
                     loss_reduction=loss_reduction, weight=weight, verify=verify,
@@ -581,6 +592,8 @@ class Pipe(ModelNames):
             without ``loss_fn`` the outputs, gathered as by ``pipe(input)``. On the last device.
         """
 
+        check_flags(global_loss=global_loss)
+
         def step(weighed: Callable[[Objective], None] | None = None) -> Any:
             source = self._source(input, target, data_iter)
             if loss_fn is None and (target is not None or weighed is not None):
@@ -588,7 +601,7 @@ class Pipe(ModelNames):
                 raise ValueError(
                     f"eval_batch has {what}, but no loss_fn that could use it: give both"
                 )
-            with target_hint(input, target):
+            with target_hint("eval_batch", input, target):
                 return self._drive(
                     evaluate, source, module=self, loss_fn=loss_fn, loss_reduction=loss_reduction,
                     weight=weight, weighed=weighed,
@@ -649,6 +662,11 @@ class Pipe(ModelNames):
         ``.grad`` of all parameters that are trained is None when it begins and ends. An exception
         leaves each stage with the updates that it had made by then, which its note tells.
         """
+        if loss_fn is None:
+            raise TypeError(
+                "loss_fn is missing: write train_stream(data_iter, optimizer=..., loss_fn=...)"
+            )
+        refuse_dataset(data_iter, "data_iter")
         steps = check_stream(data_iter, steps, versions)
         if self._averaging is not None:
             raise RuntimeError(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from itertools import groupby
 from typing import Any
 
@@ -80,7 +80,7 @@ def check_no_hooks(partitions: Sequence[nn.Module]) -> None:
 
 def check_balance(balance: Iterable[int], layers: int) -> list[int]:
     """Returns the balance as a list of int."""
-    if isinstance(balance, (str, bytes)) or not isinstance(balance, Iterable):
+    if isinstance(balance, (str, bytes, Set)) or not isinstance(balance, Iterable):
         number = isinstance(balance, int) and not isinstance(balance, bool)
         meant = f": did you mean chunks={balance!r}?" if number else ""
         if callable(getattr(balance, "options", None)):
@@ -150,9 +150,22 @@ def check_devices(devices: Any) -> list[Any]:
             f"devices={devices!r} is a number, and devices is a list: write devices=[0, 1, ...] "
             "for accelerators, devices=['cpu:0', 'cpu:1', ...] for CPU workers"
         )
-    if isinstance(devices, (str, bytes, torch.device, Worker)) or not isinstance(devices, Iterable):
-        raise TypeError(f"devices must be a list of devices, not {devices!r}: write [{devices!r}]")
+    if isinstance(devices, (str, bytes, torch.device, Worker, Set, Mapping)) or not isinstance(
+        devices, Iterable
+    ):
+        way = "write devices=['cpu:0', 'cpu:1'], or leave it out for all accelerators"
+        parts: list[Any] = devices.split(",") if isinstance(devices, str) else [devices]
+        if isinstance(devices, torch.device | Worker) or all(map(_is_device, parts)):
+            way = f"write [{', '.join(repr(p.strip() if type(p) is str else p) for p in parts)}]"
+        raise TypeError(f"devices must be a list of devices, in order, not {devices!r}: {way}")
     return list(devices)
+
+
+def _is_device(name: Any) -> bool:
+    try:
+        return isinstance(name, str) and bool(torch.device(name.strip()))
+    except RuntimeError:
+        return False
 
 
 def resolve_workers(devices: Sequence[Any], partitions: int) -> list[Worker]:

@@ -28,7 +28,7 @@ from syncpipe.layers.conversion.signature import call_input
 from syncpipe.layers.listing import or_as_before
 from syncpipe.layers.placement import check_devices, default_devices
 from syncpipe.layers.ties import move_layers
-from syncpipe.options import counted
+from syncpipe.options import check_flags, counted
 from syncpipe.planner.machine import bytes_on, levels, machine_of, real_devices
 from syncpipe.planner.page import limited_by
 from syncpipe.planner.planning import NoPlan, Plan, layers_of, plan, speeds_of
@@ -76,6 +76,12 @@ def auto(
             )
     if target is not None and loss_fn is None:
         raise ValueError("target= is for loss_fn(output, target): give a loss_fn, too")
+    check_flags(verbose=verbose)
+    if loss_fn is not None and target is None and not _takes_one(loss_fn):
+        raise TypeError(
+            "Pipe.auto runs one step, and loss_fn takes more than the output: give it the target= "
+            "of the sample, too"
+        )
     batch_size = counted(batch_size, f"batch_size={batch_size!r}", "the samples in a mini-batch")
     if any(tensor.is_meta for tensor in tensors_in((sample, sample_kwargs))):
         raise ValueError(
@@ -201,6 +207,19 @@ def _measured(
 
 
 # One step
+
+
+def _takes_one(function: Callable[..., Any]) -> bool:
+    """Whether a function can be called with one argument, as far as its signature tells."""
+    try:
+        signature = inspect.signature(getattr(function, "forward", function))
+    except (TypeError, ValueError):
+        return True
+    try:
+        signature.bind(None)
+    except TypeError:
+        return False
+    return True
 
 
 def _tried(

@@ -42,6 +42,12 @@ class Trace(Timeline):
         """What records the next call."""
         return Recorder(self._records, self._origins, next(self._steps))
 
+    def table(self) -> str:
+        """As :meth:`Timeline.table`; where nothing ran it says so."""
+        if self.spans:
+            return super().table()
+        return "nothing ran: a trace shows the calls of its own pipe within its block"
+
     @property
     def spans(self) -> tuple[Span, ...]:
         """Everything so far, in the order in which it started; times are in seconds."""

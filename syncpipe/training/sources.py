@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import threading
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from copy import copy
+from functools import partial
+from types import FunctionType, MethodType
 from typing import Any, Generic, TypeVar
 from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, Dataset
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
-from syncpipe.data import map_tensors, scatter_pair, tensors_in, unwrapped
+from syncpipe.data import described, map_tensors, scatter_pair, tensors_in, unwrapped
 from syncpipe.hints import outside
 from syncpipe.layers.placement import check_input
 from syncpipe.runtime.errors import annotate
@@ -38,11 +40,12 @@ class RepeatingLoader(Generic[_T]):
         iterable: what can be iterated over more than once, such as a ``DataLoader`` or a list.
 
     Raises:
-        TypeError: ``iterable`` cannot be iterated over, or only once.
+        TypeError: ``iterable`` cannot be iterated over, or only once, or is a dataset of samples.
         ValueError: while iterating, if a pass gives nothing at all.
     """
 
     def __init__(self, iterable: Iterable[_T]) -> None:
+        refuse_dataset(iterable, "RepeatingLoader")
         if not isinstance(iterable, Iterable):
             raise TypeError(f"RepeatingLoader needs an iterable, not {type(iterable).__name__}")
         if isinstance(iterable, Iterator):
@@ -58,6 +61,19 @@ class RepeatingLoader(Generic[_T]):
 
     def __next__(self) -> _T:
         return _next_of(self._iterable, self._running, "iterable", "RepeatingLoader")
+
+
+def refuse_dataset(data: Any, what: str) -> None:
+    """Refuses what gives samples, which would be cut along their own first dimension."""
+    by_index = hasattr(type(data), "__getitem__") and not isinstance(
+        data, Sequence | Mapping | Tensor
+    )
+    if isinstance(data, Dataset) or (by_index and not type(data).__module__.startswith("numpy")):
+        raise TypeError(
+            f"{what} is a {type(data).__name__}, which gives samples, and not batches: wrap it in "
+            "a DataLoader, torch.utils.data.DataLoader(data, batch_size=...); with batch_size=None "
+            "if what it gives are batches"
+        )
 
 
 def _next_of(
@@ -178,7 +194,7 @@ def source_of(
     if data_iter is None:
         if input is None:
             raise ValueError("there is neither an input nor a data_iter to take it from")
-        if isinstance(input, Iterator | DataLoader):
+        if isinstance(input, Iterator | DataLoader | Dataset):
             raise TypeError(
                 f"input is a {type(input).__name__}, which gives inputs, and not one itself: "
                 "did you mean data_iter=...?"
@@ -204,6 +220,17 @@ def source_of(
                 stacklevel=outside(),
             )
         return FromIterator(data_iter, chunks, target, pack)
+    refuse_dataset(data_iter, "data_iter")
+    if isinstance(data_iter, FunctionType | MethodType | partial):
+        raise TypeError(
+            f"data_iter is a {type(data_iter).__name__}, and not what it returns: call it, once "
+            "for all steps, data_iter=f()"
+        )
+    if isinstance(data_iter, Tensor):
+        raise TypeError(
+            f"data_iter is a tensor ({described(data_iter)}), and it must give micro-batches: a "
+            "mini-batch is given as the input"
+        )
     if not isinstance(data_iter, Iterable) or not hasattr(data_iter, "__weakref__"):
         raise TypeError(
             f"data_iter must be an iterator, not {type(data_iter).__name__}: make "
@@ -254,8 +281,16 @@ def input_and_target(input: Any, target: Any) -> tuple[Any, Any]:
     """A mini-batch and its target, which may be a key of it, or a function of it."""
     if _is_function(target):
         return input, target(input)
-    if isinstance(target, str) and isinstance(input, MutableMapping) and target in input:
-        rest = copy(input)  # of its own kind
-        target = rest.pop(target)
-        return rest, target
-    return input, target
+    if not isinstance(target, str) or isinstance(input, Tensor):
+        return input, target
+    if not isinstance(input, Mapping):
+        raise TypeError(
+            f"target={target!r} is a key, and the input is a {type(input).__name__}, which has "
+            "none: give the target itself, or a function of the input that returns it"
+        )
+    if target not in input:
+        keys = ", ".join(map(repr, input))
+        raise ValueError(f"target={target!r}, but the input is a dict with {keys}")
+    rest: Any = copy(input) if isinstance(input, MutableMapping) else dict(input)
+    target = rest.pop(target)
+    return rest, target

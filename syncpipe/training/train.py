@@ -347,7 +347,8 @@ def train(
             f"grad_scaler must be a torch.amp.GradScaler, not {type(grad_scaler).__name__}"
         )
     plan = build(schedule, source.m, pipeline.placement)
-    if not (isinstance(accumulate, Real) and 0 < float(accumulate) < math.inf):
+    number = isinstance(accumulate, Real) and not isinstance(accumulate, bool)
+    if not (number and 0 < float(accumulate) < math.inf):
         raise ValueError(
             f"accumulate={accumulate!r}: it is the number of mini-batches of one optimizer step, "
             "by which gradients are divided"

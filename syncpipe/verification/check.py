@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch.utils.data import DataLoader
 
 from syncpipe.compare import Comparison, compare
 from syncpipe.data import (
@@ -109,6 +110,11 @@ def verify(
         raise ValueError(
             "the pipe is data-parallel, so its gradients are not those of its layers here: verify "
             "it before data_parallel, or a copy of it (copy.deepcopy), which knows of no others"
+        )
+    if isinstance(input, Iterator | DataLoader):
+        raise TypeError(
+            f"verify checks one mini-batch, and input is a {type(input).__name__}, which gives "
+            "several: input, target = next(iter(loader))"
         )
     loss = known_loss(loss_fn, loss_reduction, weight)
     if isinstance(schedules, str | os.PathLike | Schedule) or callable(schedules):

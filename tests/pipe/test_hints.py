@@ -5,7 +5,9 @@ from __future__ import annotations
 import copy
 import io
 import re
+import sys
 from collections import OrderedDict
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,6 +17,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import syncpipe
+import syncpipe.checkpoints
 from syncpipe import Pipe, RepeatingLoader
 from tests.support.models import linear_model
 
@@ -117,7 +120,39 @@ AUTO = r"pipe\.trace\(\).*schedules\.auto\("
         (two([1, 1], CPUS, 8), TypeError, r"4 arguments: write Pipe\(module, balance, devices="),
         (call("train_batch", X, Y, F.cross_entropy), TypeError,
          r"given 3 arguments: write train_batch\(input, target, loss_fn=\.\.\.\)"),
-        (call("train_batch", X, Y), TypeError, "loss_fn is missing"),
+        (two([1, 1], devices=True), TypeError, r"must be a list.*not True: write devices=\['cpu:0"),
+        (two([1, 1], devices="auto"), TypeError, r"'auto': write devices=\['cpu:0', 'cpu:1'\], or"),
+        (two([1, 1], devices="cpu:0, cpu:1"), TypeError, r"write \['cpu:0', 'cpu:1'\]$"),
+        (two([1, 1], devices=torch.device("cpu")), TypeError, r"write \[device\(type='cpu'\)\]$"),
+        *[(two([1, 1], devices=kind), TypeError, "list of devices, in order, not {'cpu:0'")
+          for kind in ({"cpu:0"}, {"cpu:0": 1})],
+        (two({1, 2}), TypeError, "balance must be a list"),
+        (two([1, 1], replicas={1}), TypeError, "replicas={1}"),
+        *[(two([1, 1], **{name: "no"}), TypeError, f"{name}='no': must be True or False")
+          for name in ("deferred_batch_norm", "unpack")],
+        *[(call("train_batch", X, Y, loss_fn=F.cross_entropy, **{name: value}), TypeError,
+           f"{name}={value!r}: must be True or False")
+          for name, value in (("return_outputs", "no"), ("verify", "no"), ("global_loss", 2))],
+        (call("train_batch", X, Y, loss_fn=F.cross_entropy, accumulate=True), ValueError,
+         "accumulate=True: it is the number of"),
+        (call("eval_batch", X, Y, loss_fn=F.cross_entropy, global_loss="no"), TypeError,
+         "global_loss='no'"),
+        (call("__call__", X, X), TypeError, r"one input.*2 arguments \(Tensor, Tensor\).*a tuple"),
+        (call("__call__", x=X), TypeError, r"one input.*1 arguments \(x\)"),
+        (call("train_batch", X, Y), TypeError,
+         r"missing: write train_batch\(input, target, loss_fn="),
+        (call("train_batch", data_iter=iter([])), TypeError,
+         r"missing: write train_batch\(data_iter=\.\.\., loss_fn="),
+        (call("train_stream", [X], optimizer=torch.optim.SGD, loss_fn=None), TypeError,
+         r"missing: write train_stream\(data_iter, optimizer=\.\.\., loss_fn="),
+        (call("train_batch", data_iter=lambda: iter([]), loss_fn=F.cross_entropy), TypeError,
+         "data_iter is a function, and not what it returns: call it"),
+        (call("train_batch", data_iter=X, loss_fn=F.cross_entropy), TypeError,
+         r"data_iter is a tensor \(float32\[8, 3\]\)"),
+        (lambda: syncpipe.verify(a_pipe(), DataLoader(TensorDataset(X)), loss_fn=F.cross_entropy),
+         TypeError, r"one mini-batch.*input, target = next\(iter\(loader\)\)"),
+        (lambda: Pipe.auto(linear_model(2), X, batch_size=8, devices=CPUS, loss_fn=F.cross_entropy),
+         TypeError, "Pipe.auto.*give it the target="),
         (two([1, 1], schedule="auto"), ValueError, AUTO),
         (call("train_batch", X, loss_fn=torch.mean, schedule="auto"), ValueError, AUTO),
         (two("time", devices=CPUS), ValueError, "give Pipe a sample="),
@@ -160,8 +195,8 @@ def test_a_plan_for_real_devices_runs_on_those_that_the_pipe_is_given() -> None:
 @pytest.mark.parametrize(
     ("input", "note"),
     [
-        ((X, Y), r"tuple of 2.*train_batch\(\*pair, loss_fn"),
-        ([X, X, Y], r"list of 3.*train_batch\(batch\[:-1\], batch\[-1\], loss_fn"),
+        ((X, Y), r"tuple of 2.*{}\(\*pair, loss_fn"),
+        ([X, X, Y], r"list of 3.*{}\(batch\[:-1\], batch\[-1\], loss_fn"),
         ({"x": X, "labels": Y}, r"dict of 2.*'x', 'labels'.*target='labels', loss_fn"),
     ],
 )
@@ -169,7 +204,7 @@ def test_a_plan_for_real_devices_runs_on_those_that_the_pipe_is_given() -> None:
 def test_an_input_with_its_target_inside_is_noted(input: Any, note: str, call: str) -> None:
     with pytest.raises(TypeError, match="must be Tensor") as caught:
         getattr(a_pipe(), call)(input, loss_fn=F.cross_entropy)
-    assert re.search(note, caught.value.__notes__[-1])
+    assert re.search(note.replace("{}", call), caught.value.__notes__[-1])
 
 
 @pytest.mark.parametrize("retain", [False, True])
@@ -247,3 +282,14 @@ def test_a_normalisation_of_one_sample_says_what_to_do() -> None:
     with pytest.raises(ValueError, match="more than 1 value per channel") as caught:
         pipe.train_batch(torch.randn(7, 3), loss_fn=torch.mean)
     assert any("drop_last=True" in note for note in caught.value.__notes__)
+
+
+def test_without_safetensors_checkpoints_say_what_to_install(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setitem(sys.modules, "safetensors", None)
+    monkeypatch.setitem(sys.modules, "safetensors.torch", None)
+    (tmp_path / "model.safetensors").touch()
+    for call in (syncpipe.checkpoints.save, syncpipe.checkpoints.load):
+        with pytest.raises(ImportError, match=r"pip install 'syncpipe\[safetensors\]'"):
+            call(a_pipe(), tmp_path)

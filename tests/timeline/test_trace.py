@@ -165,3 +165,10 @@ def test_a_trace_does_not_change_the_result_and_draws_itself(tmp_path):
     svg = trace._repr_svg_()
     assert "cpu:1" in svg
     assert "one step" in svg
+
+
+def test_a_trace_in_which_another_pipe_ran_says_that_nothing_did():
+    pipe, other = (Pipe(nn.Sequential(nn.Linear(3, 3)), [1]) for _ in range(2))
+    with pipe.trace() as trace:
+        other(torch.randn(2, 3))
+    assert trace.table().startswith("nothing ran: ")

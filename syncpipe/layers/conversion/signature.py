@@ -205,7 +205,14 @@ def call_input(layers: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any])
         return signature.packed(signature.given(args, kwargs))
     if getattr(layers, "_unpack", False) and bool(kwargs) != bool(args) and len(args) != 1:
         return args or kwargs  # as the layers take them
-    return forward(*args, **kwargs)
+    if kwargs.keys() - {"input"} or len(args) + len(kwargs) != 1:
+        raise TypeError(
+            f"a pipe takes one input, as an nn.Sequential does, and was given "
+            f"{len(args) + len(kwargs)} arguments ({', '.join([*map(_kind_of, args), *kwargs])}): "
+            "put several into a tuple or a dict, pipe((x, mask)), which is the input of the first "
+            "layer; Pipe(..., unpack=True) spreads it over the arguments of that"
+        )
+    return args[0] if args else kwargs["input"]
 
 
 def refresh(layers: nn.Module) -> None:
@@ -240,6 +247,5 @@ def _signature(layers: nn.Module) -> Signature | None:
     return getattr(first, "_model_signature", None)
 
 
-def forward(input: Any) -> Any:
-    """What an ``nn.Sequential`` takes: its name is in the error for other arguments."""
-    return input
+def _kind_of(value: Any) -> str:
+    return type(value).__name__

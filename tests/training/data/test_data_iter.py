@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections import UserDict
+from types import MappingProxyType
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader, IterableDataset, Subset, TensorDataset
 
 from syncpipe import Pipe, RepeatingLoader
 from tests.support.models import linear_model
@@ -74,6 +75,68 @@ def test_data_may_be_what_loaders_give(kind: str, call: str, whole_batch: bool) 
     loss = getattr(pipe, call)(**given, target=target, loss_fn=F.mse_loss)
     torch.testing.assert_close(loss, wanted)
     assert not isinstance(item, dict) or "y" in item  # it is the caller's
+
+
+class Samples(IterableDataset):
+    def __iter__(self) -> Any:
+        return zip(X, Y, strict=True)
+
+
+class Rows:
+    """As a ``datasets.Dataset``: samples by index, and one after another."""
+
+    def __getitem__(self, k: int) -> Any:
+        return X[k], Y[k]
+
+    def __len__(self) -> int:
+        return len(X)
+
+    def __iter__(self) -> Any:
+        return iter([self[k] for k in range(len(self))])
+
+
+DATASETS = [Samples(), Rows(), TensorDataset(X, Y), Subset(TensorDataset(X, Y), [0, 1])]
+
+
+@pytest.mark.parametrize("data", DATASETS, ids=lambda data: type(data).__name__)
+def test_a_dataset_gives_samples_and_is_refused(data: Any) -> None:
+    pipe = pipe_of(linear_model(3), chunks=2)
+    calls: list[Any] = [
+        lambda: pipe.train_batch(data_iter=data, loss_fn=F.mse_loss),
+        lambda: pipe.eval_batch(data_iter=data, loss_fn=F.mse_loss),
+        lambda: pipe.train_stream(data, optimizer=torch.optim.SGD, loss_fn=F.mse_loss),
+        lambda: RepeatingLoader(data),
+    ]
+    for call in calls:
+        with pytest.raises(TypeError, match=f"a {type(data).__name__}, which gives samples.*wrap"):
+            call()
+    loader = DataLoader(data, batch_size=2)
+    assert pipe.train_batch(data_iter=loader, loss_fn=F.mse_loss).isfinite()
+    assert next(RepeatingLoader(DataLoader(data, batch_size=None)))[0].shape == (3,)
+
+
+@pytest.mark.parametrize("call", ["train_batch", "eval_batch"])
+@pytest.mark.parametrize(
+    ("input", "message"),
+    [
+        ({"x": X, "labels": Y}, "target='label', but the input is a dict with 'x', 'labels'"),
+        (UserDict({"x": X, "labels": Y}), "target='label', but .* 'x', 'labels'"),
+        ((X, Y), "target='label' is a key, and the input is a tuple"),
+    ],
+)
+def test_a_key_that_is_not_there_is_answered_by_those_that_are(
+    call: str, input: Any, message: str
+) -> None:
+    pipe = pipe_of(linear_model(3), chunks=2)
+    with pytest.raises((TypeError, ValueError), match=message):
+        getattr(pipe, call)(input, target="label", loss_fn=F.mse_loss)
+
+
+def test_a_mapping_that_cannot_be_changed_has_its_target_by_key() -> None:
+    pipe = pipe_of(nn.Sequential(only("x"), *linear_model(3)), chunks=3)
+    given = MappingProxyType({"x": X, "y": Y})
+    loss = pipe.eval_batch(given, target="y", loss_fn=F.mse_loss)
+    torch.testing.assert_close(loss, F.mse_loss(nn.Sequential(*pipe[1:])(X), Y))
 
 
 REFUSED: list[tuple[Any, Any, type[Exception], str]] = [
