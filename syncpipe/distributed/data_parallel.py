@@ -139,6 +139,7 @@ class Averaging:
     """
 
     agreed: list[list[int]] | None = None
+    trained = 0  #: calls of ``train_batch``
 
     def __init__(self, group: Any, stages: int, capacity: float, timeout: float) -> None:
         self.peers = peers = Peers(group, "data-parallel pipe", "process", timeout)
@@ -220,6 +221,13 @@ class _Call:
         owner.peers.sent = True
         self._leaves, self._objective = leaves, objective
         stages = leaves.parameters[: plan.n]
+        owner.trained += 1
+        if not owner.trained & owner.trained - 1:  # calls 1, 2, 4, ...
+            for j, stage in enumerate(stages):
+                self.what[
+                    f"the values of the parameters of stage {j} (their checksum; "
+                    "data_parallel(pipe) gives all those of process 0)"
+                ] = _checksum(stage)
         self._sizes = [[leaf.requires_grad * leaf.nbytes for leaf in stage] for stage in stages]
         self._stages = [[leaf for leaf in stage if leaf.requires_grad] for stage in stages]
         agreed = owner.syncs and self._sizes == owner.agreed
@@ -342,6 +350,21 @@ def _weights(objective: Objective) -> tuple[float, float]:
     assert objective.assumed is not None
     assumed, total = objective.assumed
     return float(assumed), float(assumed if total is None else total)
+
+
+_WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+@torch.no_grad()
+def _checksum(tensors: Sequence[Tensor]) -> int:
+    """The sum of the bits of tensors, read as integers."""
+    sums: list[Tensor] = []
+    for tensor in tensors:
+        dense = tensor.detach().to_dense() if tensor.layout is not torch.strided else tensor
+        dense = torch.view_as_real(dense.resolve_conj()) if dense.is_complex() else dense
+        words = dense.contiguous().view(_WORDS[dense.element_size()])
+        sums.append(words.sum(dtype=torch.int64))
+    return int(torch.stack(sums).sum()) if sums else 0
 
 
 def _is_number(value: Any) -> bool:

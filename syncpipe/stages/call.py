@@ -6,6 +6,7 @@ stages, edges and engine, and a call of any of them begins and ends in the same 
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from functools import lru_cache, partial
@@ -175,6 +176,45 @@ def _placed(tensor: Tensor, device: torch.device) -> Tensor:
     return tensor if same_memory(tensor.device, device) else tensor.to(device)
 
 
+def check_collectives(pipeline: Pipeline, *, grad: bool, inline: bool) -> None:
+    """Refuses layers that start collectives for each micro-batch, or by several workers."""
+    sharded: Any = getattr(sys.modules.get("torch.distributed.tensor"), "DTensor", ())
+    several = not inline and len(pipeline.workers) > 1
+    parallel: dict[int, int] = {}  # stages with such layers, and where they are
+    for stage in pipeline.stages:
+        for module in stage.partition.modules():
+            kind: Any = type(module)
+            if (grad or several) and (wrapper := _wrapper(kind)):
+                raise RuntimeError(
+                    f"a layer is wrapped in {wrapper}, which starts collectives of its own. The "
+                    "workers of each process would start them in any order, once for each "
+                    "micro-batch. Leave the layers as they are, and make the whole pipe parallel: "
+                    "syncpipe.distributed.data_parallel(pipe) for train_batch, fully_shard(pipe) "
+                    "or DistributedDataParallel(pipe) for pipe(input)"
+                )
+            if sharded and any(isinstance(p, sharded) for p in module._parameters.values()):
+                parallel[stage.number] = pipeline.worker_of[stage.number]
+    if several and len({*parallel.values()}) > 1:
+        shown = sorted({pipeline.stages[number].j for number in parallel})
+        raise RuntimeError(
+            f"stages {shown} have DTensor parameters (tensor parallelism, or fully_shard around "
+            "the pipe), and workers would start their collectives in any order: choose a balance "
+            "that puts these layers into one stage without replicas, or a process for each stage, "
+            "syncpipe.distributed.stage"
+        )
+
+
+@lru_cache(maxsize=1024)
+def _wrapper(kind: Any) -> str:
+    """The class of PyTorch's by which modules start collectives; empty where there is none."""
+    starts = (
+        "torch.nn.parallel.distributed",
+        "torch.distributed.fsdp",
+        "torch.distributed._composable",
+    )
+    return next((base.__name__ for base in kind.__mro__ if base.__module__.startswith(starts)), "")
+
+
 class Call(MiniBatch):
     """One mini-batch on its way through a pipeline; to be made on the caller's thread.
 
@@ -206,6 +246,7 @@ class Call(MiniBatch):
         graph: bool = False,
     ) -> None:
         super().__init__(pipeline, m, checkpoint=checkpoint, inline=inline)
+        check_collectives(pipeline, grad=self.state.grad, inline=inline)
         self.moment: object = None
         self.lanes = [worker.lane() for worker in pipeline.workers]
         self._callers = [worker.caller_lane() for worker in pipeline.workers]

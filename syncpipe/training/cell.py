@@ -14,7 +14,7 @@ the graph of a cell, which is looked at before it goes back.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from functools import lru_cache, partial
+from functools import partial
 from itertools import chain, compress
 from operator import attrgetter
 from typing import Any
@@ -371,27 +371,5 @@ def _without_grad(leaves: Iterable[Tensor]) -> list[Tensor]:
 
 
 def _parameters_of(partition: nn.Module) -> list[Tensor]:
-    """The parameters of a partition; refuses layers that start collectives in backward."""
-    found: dict[int, Tensor] = {}
-    for module in partition.modules():
-        kind: Any = type(module)
-        if wrapper := _wrapper(kind):
-            raise RuntimeError(
-                f"a layer is wrapped in {wrapper}, which starts collectives of its "
-                "own in backward. Under train_batch the workers of each process would start them "
-                "in any order, once for each micro-batch. Leave the layers as they are, and make "
-                "the whole pipe data-parallel: syncpipe.distributed.data_parallel(pipe)"
-            )
-        found.update((id(p), p) for p in module._parameters.values() if p is not None)
-    return list(found.values())
-
-
-@lru_cache(maxsize=1024)
-def _wrapper(kind: Any) -> str:
-    """The class of PyTorch's by which modules start collectives; empty where there is none."""
-    starts = (
-        "torch.nn.parallel.distributed",
-        "torch.distributed.fsdp",
-        "torch.distributed._composable",
-    )
-    return next((base.__name__ for base in kind.__mro__ if base.__module__.startswith(starts)), "")
+    every = chain(*[module._parameters.values() for module in partition.modules()])
+    return list({id(p): p for p in every if p is not None}.values())

@@ -198,6 +198,17 @@ def pipe_x() -> None:
     assert differences(pipe, plain) < 1e-12
 
 
+def apart() -> None:
+    """What differs between processes is noticed in calls 1, 2, 4, ..."""
+    pipe, _ = pipe_of()
+    pipe.train_batch(*mine(), loss_fn=F.cross_entropy)
+    with torch.no_grad():
+        next(pipe.parameters()).add_(distributed.get_rank())  # load_state_dict in one process
+    said = told(lambda: pipe.train_batch(*mine(), loss_fn=F.cross_entropy))
+    assert said.startswith("ValueError: processes differ in the values of the parameters of stage")
+    assert "data_parallel(pipe) gives all" in said
+
+
 def warned() -> None:
     """``train_batch`` warns once inside of ``DistributedDataParallel``, never as data parallel."""
     pipe, plain = pipe_of()
@@ -228,7 +239,7 @@ def fork() -> None:
     assert "in a fork of its process" in os.read(readable, 4096).decode()
 
 
-@pytest.mark.parametrize("act", [copies, overlap, dropped, pipe_x, warned, fork])
+@pytest.mark.parametrize("act", [apart, copies, overlap, dropped, pipe_x, warned, fork])
 def test_in_two_processes(two, act):
     two.run(act)
 

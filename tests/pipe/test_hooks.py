@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from contextlib import nullcontext
 from functools import partial
 from types import MethodType
 
@@ -10,6 +11,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import distributed, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
 from syncpipe import Pipe, is_recomputing
 from syncpipe.training.weight_gradients import WeightGradients
@@ -265,6 +268,27 @@ def test_layers_that_communicate_in_backward_are_refused(one_process, run, name,
         setattr(pipe, "1", wrap(pipe[1]))
     with pytest.raises(RuntimeError, match=rf"wrapped in {name}.*data_parallel\(pipe\)"):
         pipe.train_batch(ONES, ZEROS, loss_fn=F.mse_loss, **RUNS[run][0])
+    with pytest.raises(RuntimeError, match=rf"wrapped in {name}.*fully_shard\(pipe\)"):
+        pipe(ONES)
+
+
+@needs_gloo
+@pytest.mark.parametrize("balance", [[2, 2], [1, 3], [4]])
+def test_tensor_parallel_layers_are_refused_on_several_workers(one_process, balance):
+    module, mesh = layers(), init_device_mesh("cpu", (1,))
+    linear = [k for k, layer in enumerate(module) if isinstance(layer, nn.Linear)][:2]
+    for k in linear:
+        parallelize_module(module[k], mesh, ColwiseParallel())
+    devices = [f"cpu:{j}" for j in range(len(balance))]
+    pipe = Pipe(module, balance, devices=devices, chunks=2, checkpoint="never")
+    calls = [
+        lambda: pipe(ONES), lambda: pipe.eval_batch(ONES),
+        lambda: pipe.train_batch(ONES, ZEROS, loss_fn=F.mse_loss),
+    ]  # fmt: skip
+    held = len({0 if k < balance[0] else 1 for k in linear}) == 1
+    for call in calls:
+        with nullcontext() if held else pytest.raises(RuntimeError, match="DTensor parameters"):
+            call()
 
 
 def doubling(method: str):
