@@ -61,7 +61,7 @@ FLOORS = [
     ["balance", "stages"],
     ["layout", "planner", "training"],
     ["pipe"],
-    ["distributed", "verification"],
+    ["distributed", "integrations", "verification"],
     [""],  # the public names
     ["commands"],
     ["__main__"],

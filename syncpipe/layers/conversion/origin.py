@@ -112,7 +112,8 @@ class Origin:
                 _refuse(f"the modules inside of {path or 'the model'} are others now")
             if any(getattr(module, kind) for kind in CALL_HOOKS):
                 _refuse(f"{path or 'the model'} has hooks now, which its layers do not run")
-            if vars(module).get("forward") is not self._forwards[path]:
+            forward = vars(module).get("forward")
+            if forward is not self._forwards[path] and not _runs_layers(forward):
                 _refuse(f"{path or 'the model'} has another forward now")
         for k, read in enumerate(self._reads):
             seen = vars(read.owner).get(read.key, MISSING)
@@ -148,6 +149,13 @@ class Origin:
                 layer._numbers = self._last
 
 
+def _runs_layers(forward: Any) -> bool:
+    """Whether a forward set on a model runs its layers in a pipe, also where others wrap it."""
+    while forward is not None and not hasattr(forward, "_syncpipe_runs_layers"):
+        forward = getattr(forward, "__wrapped__", None)
+    return forward is not None
+
+
 def _refuse(what: str) -> None:
     raise ValueError(
         f"the model was changed after its conversion: {what}. Undo that, or convert the model again"
@@ -174,6 +182,8 @@ def _content(value: Any) -> Any:
     if isinstance(value, (list, tuple, set, dict)):
         if len(value) > _ENTRIES:
             return len(value)
+        if isinstance(value, set):
+            return frozenset(value)  # in any order
         items = value.items() if isinstance(value, dict) else enumerate(value)
         return {key: _content(each) for key, each in items}
     return value if isinstance(value, PLAIN) else _Same(value)

@@ -19,6 +19,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, nullcontext, suppress
 from functools import partial
 from itertools import chain
+from types import MethodType
 from typing import Any
 from unittest.mock import patch
 
@@ -681,13 +682,19 @@ def _must_be_leaf(module: nn.Module) -> str:
         "it has hooks": bool({*hooks_of(module)} - {"_load_state_dict_pre_hooks"}),
         "it saves a state of its own":
             any(getattr(kind, name) is not getattr(nn.Module, name) for name in _STATE_METHODS),
-        "its forward was replaced": "forward" in vars(module) and not _is_compiled(module),
+        "its forward was replaced":
+            not (_is_compiled(module) or _is_method(vars(module).get("forward"), module)),
         _COMPILED: _is_compiled(module),
         "it is parametrized": hasattr(module, "parametrizations"),
         "it is an adapter of peft":
             any(base.__name__ == "BaseTunerLayer" for base in kind.__mro__),
     }  # fmt: skip
     return next((reason for reason, holds in reasons.items() if holds), "")
+
+
+def _is_method(forward: Any, module: nn.Module) -> bool:
+    """Whether a ``forward`` set on a module is one more method of it; or none is set."""
+    return forward is None or (isinstance(forward, MethodType) and forward.__self__ is module)
 
 
 # Comparing layers with the model

@@ -1,0 +1,642 @@
+"""A pipe in the ``Trainer`` of transformers, in those of TRL, and in subclasses of these.
+
+    trainer.train() -> create_optimizer -> the sample: what compute_loss calls the model with
+                                        -> Pipe.auto(model with its loss, sample)
+    compute_loss    -> model(**inputs)  -> model.forward, which is a PipedForward: runs the pipe
+
+What this relies on. transformers: ``Trainer`` calls ``create_accelerator_and_postprocess``,
+``_move_model_to_device``, ``create_optimizer``, ``training_step``, ``prediction_step`` and
+``compute_loss``; a ``forward`` set on a model is called. accelerate: ``Accelerator`` has
+``device_placement`` and ``num_processes``, and wraps the ``forward`` that it finds. Seen in
+transformers 5.24, TRL 1.16 and accelerate 1.15.
+"""
+
+from __future__ import annotations
+
+import inspect
+import random
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
+from functools import partial
+from types import MethodType
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from syncpipe.data import NoChunk, described, map_tensors, scatter, tensors_in
+from syncpipe.layers.conversion.sequential import sequential
+from syncpipe.layers.conversion.signature import model_signature
+from syncpipe.pipe import Pipe
+from syncpipe.state import unchanged
+
+__all__ = ["LossModel", "pipelined"]
+
+_Trainer = TypeVar("_Trainer", bound=type)
+_Tree = TypeVar("_Tree")
+#: For the time of one loss, on the worker that computes it: the outputs of the model.
+_OUTPUTS: ContextVar[Any] = ContextVar("syncpipe_outputs", default=None)
+_IGNORED = -100  # the label of what no loss counts
+
+
+class LossModel(nn.Module):
+    """A model with the loss that it computes of ``labels``, for ``Pipe.auto`` and ``sequential``.
+
+    A loss is one number for a micro-batch. Here it becomes one for each sample, so that what
+    micro-batches return can be joined: the sum over all samples is the loss of the mini-batch times
+    its ``weight``. Other numbers are repeated for each sample.
+
+    ::
+
+        layers = syncpipe.sequential(LossModel(model), input_ids=ids, labels=labels)
+        trainer = pipelined(Trainer)(model, ..., pipe=Pipe(layers, balance, chunks=8))
+
+    Args:
+        model: one of transformers', whose outputs are a dict.
+        shifts: whether the loss of a token is that of its next one, so that the first label of
+            each row is ignored.
+        sums: whether the loss is a sum over the micro-batch, divided by ``num_items_in_batch``, and
+            not a mean.
+    """
+
+    def __init__(self, model: nn.Module, *, shifts: bool = False, sums: bool = False) -> None:
+        super().__init__()
+        self.model, self.shifts, self.sums = model, shifts, sums
+
+    def forward(self, **inputs: Any) -> dict[str, Any]:
+        outputs = self.model(**inputs)
+        batch = _batch(inputs)
+        made = {}
+        for name, value in outputs.items():
+            if isinstance(value, Tensor) and value.dim() == 0:
+                if name == "loss":
+                    value = value * self.weight(inputs) / batch
+                value = value.expand(batch)
+            made[name] = value
+        return made
+
+    def weight(self, inputs: Mapping[str, Any]) -> Any:
+        """What a loss of these inputs counts in the mean over a mini-batch."""
+        return 1 if self.sums else _weight(inputs, self.shifts)
+
+
+def _weight(inputs: Mapping[str, Any], shifts: bool) -> Any:
+    """What a mean over labels counts."""
+    labels = inputs.get("labels")
+    if not isinstance(labels, Tensor) or labels.is_floating_point():
+        return _batch(inputs)
+    return ((labels[..., 1:] if shifts else labels) != _IGNORED).sum()
+
+
+def _batch(inputs: Mapping[str, Any]) -> int:
+    return next(len(v) for v in inputs.values() if isinstance(v, Tensor) and v.dim())
+
+
+class _Called(Exception):
+    """The model was called, with these arguments."""
+
+    def __init__(self, inputs: dict[str, Any]) -> None:
+        super().__init__()
+        self.inputs = inputs
+
+
+class PipedForward:
+    """The ``forward`` of a model whose layers are in a pipe.
+
+    A call like the pipe's sample runs through the pipe. Another one, without gradients (in
+    ``generate``, or without labels), runs the model itself, device after device.
+
+    Attributes:
+        own: the ``forward`` of the model itself.
+        pipe: None until :meth:`use`.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model, self.own = model, model.forward
+        self._before = vars(model).get("forward")
+        self._signature = inspect.signature(self.own)
+        self.pipe: Pipe | None = None
+        self._catches = False
+        self._install()
+
+    def _install(self) -> None:
+        """Sets one more method on the model, which a copy of it has, too."""
+
+        function: Any = getattr(self.own, "__func__", type(self.model).forward)
+
+        def forward(model: Any, *args: Any, **kwargs: Any) -> Any:
+            return (
+                self(*args, **kwargs) if model is self.model else function(model, *args, **kwargs)
+            )
+
+        forward.__signature__ = inspect.signature(function)  # type: ignore[attr-defined]
+        forward._syncpipe_runs_layers = True  # type: ignore[attr-defined]
+        self.model.forward = MethodType(forward, self.model)
+
+    def remove(self) -> None:
+        """Gives the model its own ``forward`` back."""
+        del self.model.forward
+        if self._before is not None:
+            self.model.forward = self._before
+
+    def learn(self, sample: dict[str, Any], few: dict[str, Any], loss_model: LossModel) -> None:
+        """Learns a call of the model, and what it returns for a few samples of it."""
+        with torch.no_grad():
+            outputs = unchanged(self.model, lambda: self.own(**few))
+        if not isinstance(outputs, dict):
+            raise TypeError(
+                f"{type(self.model).__name__} returns a {type(outputs).__name__}: a pipelined "
+                "Trainer takes models of transformers, which return a ModelOutput"
+            )
+        self._kind, self._loss_model = type(outputs), loss_model
+        self._numbers = [
+            name for name, v in outputs.items() if isinstance(v, Tensor) and v.dim() == 0
+        ]
+        if "loss" in self._numbers and few.get("num_items_in_batch") is not None:
+            loss_model.sums = _is_halved(
+                self.model,
+                lambda: (self.own(**{**few, "num_items_in_batch": n})["loss"] for n in (1, 2)),
+            )
+        self._sample = {name: _constant(value) for name, value in sample.items()}
+        self._adapters = _adapters(self.model)
+
+    def use(self, pipe: Pipe) -> None:
+        """Runs calls like the sample through a pipe from now on."""
+        shared = set(self.model.modules())
+        self._modules = [module for module in pipe.modules() if module not in shared]
+        self.pipe = pipe
+
+    @contextmanager
+    def away(self) -> Iterator[None]:
+        """The model has its own ``forward`` meanwhile."""
+        self.remove()
+        try:
+            yield
+        finally:
+            self._install()
+
+    @contextmanager
+    def catching(self) -> Iterator[None]:
+        """A call raises :class:`_Called` meanwhile."""
+        self._catches = True
+        try:
+            yield
+        finally:
+            self._catches = False
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if (given := _OUTPUTS.get()) is not None and given[0] is self.model:
+            return given[1]
+        if self._catches:
+            raise _Called(_named(self._signature, args, kwargs))
+        if self.pipe is None:
+            return self.own(*args, **kwargs)
+        inputs = _named(self._signature, args, kwargs)
+        if not torch.is_grad_enabled() and self._difference(inputs):
+            with self._placed():
+                return self.own(*args, **kwargs)
+        outputs = self.pipe(**self.ready(inputs))
+        return _moved(self.outputs(outputs, inputs), tensors_in(inputs)[0].device)
+
+    def _difference(self, inputs: dict[str, Any]) -> str:
+        """How a call differs from the sample's; nothing if it does not."""
+        for name in sorted(self._sample.keys() ^ inputs.keys()):
+            return f"{name!r} was {'not ' if name in inputs else ''}given then"
+        for name, then in self._sample.items():
+            if (now := _constant(inputs[name])) is not then and now != then:
+                return f"{name!r} is {_shown(now)}, and was {_shown(then)}"
+        return "other adapters are active" if _adapters(self.model) != self._adapters else ""
+
+    def ready(self, inputs: dict[str, Any]) -> dict[str, Any]:
+        """The inputs of a call on the first device; the pipe is in the model's mode then."""
+        assert self.pipe is not None
+        if difference := self._difference(inputs):
+            raise ValueError(
+                f"this call of {type(self.model).__name__} is not like the one that its pipe was "
+                f"made for: {difference}. Give every batch the same columns, or run what is not "
+                "trained under torch.no_grad()"
+            )
+        for module in self._modules:
+            module.training = self.model.training
+        return _moved(inputs, self.pipe.devices[0])
+
+    def outputs(self, piped: dict[str, Any], inputs: dict[str, Any]) -> Any:
+        """The model's outputs for these inputs, of what the pipe returned."""
+        found = dict(piped)
+        for name in self._numbers:
+            if name == "loss":
+                weight = self._loss_model.weight(inputs)
+                weight = weight.to(found[name].device) if isinstance(weight, Tensor) else weight
+                found[name] = found[name].sum() / weight
+            else:
+                found[name] = found[name].mean()
+        return self._kind(**found)
+
+    @contextmanager
+    def _placed(self) -> Iterator[None]:
+        """Calls of modules on another device get their inputs there meanwhile."""
+        handles = []
+        for module, device in _homes(self.model):
+            visit = _Visit(device)
+            handles.append(module.register_forward_pre_hook(visit.before, with_kwargs=True))
+            handles.append(module.register_forward_hook(visit.after))
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+
+class _Visit:
+    """Hooks by which a module on another device gets its inputs there, and its outputs return."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device, self._homes = device, list[torch.device]()
+
+    def before(self, _: nn.Module, args: Any, kwargs: Any) -> Any:
+        tensors = tensors_in((args, kwargs))
+        self._homes.append(tensors[0].device if tensors else self._device)
+        return _moved((args, kwargs), self._device)
+
+    def after(self, _: nn.Module, args: Any, outputs: Any) -> Any:
+        return _moved(outputs, self._homes.pop())
+
+
+def _moved(tree: _Tree, device: torch.device) -> _Tree:
+    moved: _Tree = map_tensors(lambda tensors: [t.to(device) for t in tensors], tree)
+    return moved
+
+
+def _named(
+    signature: inspect.Signature, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> dict[str, Any]:
+    names = [name for name, _ in zip(signature.parameters, args, strict=False)]
+    return {**dict(zip(names, args, strict=True)), **kwargs}
+
+
+def _constant(value: Any) -> Any:
+    """What tells two arguments apart; of tensors, that they are some."""
+    return Tensor if isinstance(value, Tensor) else value
+
+
+def _shown(value: Any) -> str:
+    return "a tensor" if value is Tensor else repr(value)
+
+
+def _adapters(model: Any) -> list[Any]:
+    """Which adapters of peft are active in each layer that has some."""
+    return [
+        (module.disable_adapters, list(module.active_adapters))
+        for module in model.modules()
+        if isinstance(getattr(type(module), "disable_adapters", None), property)  # a tuner layer
+    ]
+
+
+def _homes(model: nn.Module) -> Iterator[tuple[nn.Module, torch.device]]:
+    """The largest modules that are on one accelerator; none if all of the model is on one."""
+    devices = {tensor.device for tensor in [*model.parameters(), *model.buffers()]}
+    if len(devices) < 2:
+        return
+    pending = [model]
+    while pending:
+        module = pending.pop()
+        found = {tensor.device for tensor in [*module.parameters(), *module.buffers()]}
+        if len(found) == 1:
+            yield module, found.pop()
+        else:
+            pending += module.children()
+
+
+def _few(sample: Mapping[str, Any], device: torch.device) -> dict[str, Any]:
+    """A few samples of a call, in a number that is no other size of its tensors."""
+    batch, tensors = _batch(sample), tensors_in(sample)
+    taken = {size for tensor in tensors for size in tensor.shape[1:]}
+    rows = next(n for n in range(2, len(taken) + 3) if n not in taken)
+    index = torch.arange(rows, device=tensors[0].device) % batch
+    return {
+        name: value[index].to(device) if _is_cut(value, batch) else _moved(value, device)
+        for name, value in sample.items()
+    }
+
+
+def _is_cut(value: Any, batch: int) -> bool:
+    return isinstance(value, Tensor) and value.dim() > 0 and len(value) == batch
+
+
+def _is_halved(model: nn.Module, losses: Callable[[], Iterator[Tensor]]) -> bool:
+    """Whether the second of two losses, in evaluation, is half of the first."""
+
+    def run() -> bool:
+        model.eval()
+        with torch.no_grad():
+            one, half = losses()
+        return bool(torch.isclose(one, 2 * half, rtol=1e-3))
+
+    return unchanged(model, run)
+
+
+@contextmanager
+def _same_random_numbers() -> Iterator[None]:
+    """Leaves the generators of the host as they are: to fetch a sample draws from them."""
+    numpy = sys.modules.get("numpy")
+    torch_state, python_state = torch.get_rng_state(), random.getstate()
+    numpy_state = None if numpy is None else numpy.random.get_state()
+    try:
+        yield
+    finally:
+        torch.set_rng_state(torch_state)
+        random.setstate(python_state)
+        if numpy is not None:
+            numpy.random.set_state(numpy_state)
+
+
+class _Pipelined:
+    """What :func:`pipelined` puts before a Trainer."""
+
+    _trainer: type  #: ``transformers.Trainer``
+
+    def __init__(
+        self,
+        *args: Any,
+        pipe: Pipe | Callable[[nn.Sequential], Pipe] | None = None,
+        pipe_kwargs: Mapping[str, Any] | None = None,
+        **kwargs: Any,
+    ) -> None:
+        if pipe is not None and pipe_kwargs:
+            raise TypeError(f"pipe_kwargs={pipe_kwargs} is for Pipe.auto, but pipe= is given")
+        if isinstance(pipe, Pipe) and not _is_of_loss_model(pipe):
+            raise ValueError(
+                "pipe= has layers that return no loss: make it of the layers that are given to "
+                "pipe=lambda layers: Pipe(layers, balance, chunks=8), or of those of a LossModel"
+            )
+        self.pipe: Pipe | None = None
+        self._given, self._pipe_kwargs = pipe, dict(pipe_kwargs or {})
+        self._forward: PipedForward | None = None
+        super().__init__(*args, **kwargs)
+
+    # --- what the Trainer calls ------------------------------------------------------------------
+
+    def create_accelerator_and_postprocess(self: Any) -> None:
+        super().create_accelerator_and_postprocess()  # type: ignore[misc]
+        if (processes := self.accelerator.num_processes) > 1:
+            raise RuntimeError(
+                f"pipelined(Trainer) runs in one process, and here are {processes}: start the "
+                "script with python in place of torchrun or accelerate launch. For the same pipe "
+                "in several processes: a loop with syncpipe.distributed.data_parallel(pipe)"
+            )
+        args = self.args
+        if args.n_gpu > 1:
+            args._n_gpu = 1  # the Trainer would take DataParallel
+        self.accelerator.device_placement = False
+        self._recomputes, args.gradient_checkpointing = args.gradient_checkpointing, False
+        self._compiles: dict[str, Any] | None = None
+        if args.torch_compile:  # the pipe compiles its layers
+            plugin = self.accelerator.state.dynamo_plugin
+            self._compiles = {
+                "backend": args.torch_compile_backend,
+                "mode": args.torch_compile_mode,
+            }
+            plugin.backend = type(plugin.backend).NO
+
+    def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
+        """Does nothing: the pipe places the layers."""
+
+    def create_optimizer(self: Any, *args: Any, **kwargs: Any) -> Any:
+        self._prepare_pipe()
+        return super().create_optimizer(*args, **kwargs)  # type: ignore[misc]
+
+    def training_step(
+        self: Any, model: nn.Module, inputs: Any, num_items_in_batch: Any = None
+    ) -> Any:
+        self._prepare_pipe(inputs)
+        if self._has_plain_loss:
+            return self._train_batch(model, self._prepare_inputs(inputs), num_items_in_batch)
+        return super().training_step(model, inputs, num_items_in_batch)  # type: ignore[misc]
+
+    def prediction_step(self: Any, model: nn.Module, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+        self._prepare_pipe(inputs)
+        return super().prediction_step(model, inputs, *args, **kwargs)  # type: ignore[misc]
+
+    # --- the pipe --------------------------------------------------------------------------------
+
+    @property
+    def _has_plain_loss(self) -> bool:
+        """Whether the loss is computed by ``transformers.Trainer``, and by no subclass."""
+        mine, plain = type(self).__mro__, self._trainer
+        before = mine[: mine.index(plain)]
+        names = {"compute_loss", "training_step"}
+        return not any(names & vars(kind).keys() for kind in before if kind is not _Pipelined)
+
+    def _prepare_pipe(self: Any, inputs: Any = None) -> None:
+        """Makes the pipe of the model, before its first batch."""
+        if self._forward is not None and self._forward.model is self.model:
+            return
+        model = self.model
+        if hasattr(model, "gradient_checkpointing_disable"):
+            model.gradient_checkpointing_disable()  # the pipe recomputes
+        forward = PipedForward(model)
+        try:
+            with _same_random_numbers():
+                pipe = self._piped(forward, inputs)
+        except BaseException:
+            forward.remove()
+            raise
+        if self._recomputes:
+            pipe.checkpoint = "always"
+        forward.use(pipe)
+        self.pipe, self._forward = pipe, forward
+
+    def _piped(self: Any, forward: PipedForward, inputs: Any) -> Pipe:
+        """The pipe of a model; and, beside it, that of the reference model, if there is one."""
+        model, size = self.model, self.args.per_device_train_batch_size
+        loss_model = LossModel(model, shifts=self._loss_shifts_labels)
+        batches = [inputs] if self.train_dataset is None else self.get_train_dataloader()
+        found, count = self.get_batch_samples(iter(batches), 1, self.args.device)
+        sample = self._called_with(forward, self._prepare_inputs(found[0]), count)
+        if size > 1 and self.train_dataset is not None and _batch(sample) == 1:
+            raise ValueError(
+                f"per_device_train_batch_size={size}, and a batch has one row ({_shapes(sample)}): "
+                "samples that are packed without padding cannot be cut into micro-batches. Set "
+                "padding_free=False, or a packing_strategy that fills rows of one length "
+                "('wrapped')"
+            )
+        home = next(model.parameters()).device
+        few = _few(sample, home)
+        forward.learn(sample, few, loss_model)
+        self._is_sum = self._sums(_few(found[0], home), count)
+        pipe = self._given
+        if not isinstance(pipe, Pipe):
+            with forward.away():
+                pipe = self._made(loss_model, few, size)
+        assert isinstance(pipe, Pipe)
+        reference = self._reference(pipe, few, sample)
+        for each in [pipe] if reference is None else [pipe, reference]:
+            if self._compiles is not None:
+                each.compile(**{k: v for k, v in self._compiles.items() if v is not None})
+        return pipe
+
+    def _made(self: Any, loss_model: LossModel, few: dict[str, Any], size: int) -> Pipe:
+        if self._given is not None:
+            made = self._given(sequential(loss_model, **few))
+            if not isinstance(made, Pipe):
+                raise TypeError(f"pipe= returned a {type(made).__name__}, and not a Pipe")
+            return made
+        options = {"batch_size": size, "optimizer": self._planned_optimizer()}
+        return Pipe.auto(loss_model, **few, **{**options, **self._pipe_kwargs})
+
+    def _called_with(self: Any, forward: PipedForward, inputs: Any, count: Any) -> dict[str, Any]:
+        """What the Trainer's loss of these inputs calls the model with."""
+        was = self.model.training
+        self.model.train()
+        try:
+            with forward.catching():
+                self.compute_loss(self.model, dict(inputs), num_items_in_batch=count)
+        except _Called as called:
+            return called.inputs
+        finally:
+            self.model.train(was)
+        raise TypeError(f"{type(self).__name__}.compute_loss does not call the model")
+
+    def _sums(self: Any, few: dict[str, Any], count: Any) -> bool:
+        """Whether the loss is a sum, divided by the number of items that it is given, or a mean."""
+        if count is None or not self._has_plain_loss:
+            return False
+
+        def losses() -> Iterator[Tensor]:
+            for n in (1.0, 2.0):
+                yield self.compute_loss(
+                    self.model, dict(few), num_items_in_batch=torch.full_like(count, n)
+                )
+
+        return _is_halved(self.model, losses)
+
+    def _planned_optimizer(self: Any) -> Any:
+        """Makes the optimizer whose memory is planned."""
+        if self.optimizer is not None:
+            made = getattr(
+                self.optimizer, "optimizer", self.optimizer
+            )  # accelerate's has it inside
+            own: Any = type(made)
+            return partial(own, **made.defaults)
+        kind, options = self.get_optimizer_cls_and_kwargs(self.args, self.model)
+        is_plain = isinstance(kind, type) and issubclass(kind, torch.optim.Optimizer)
+        return partial(kind, **options) if is_plain else torch.optim.AdamW
+
+    def _reference(self: Any, pipe: Pipe, few: Any, sample: Any) -> Pipe | None:
+        """A pipe of the reference model (of DPO), if there is one, on the same devices."""
+        model = getattr(self, "ref_model", None)
+        if not isinstance(model, nn.Module):
+            return None
+        forward, loss_model = PipedForward(model), LossModel(model, shifts=self._loss_shifts_labels)
+        few, sample = [
+            {name: v for name, v in each.items() if name != "output_router_logits"}
+            for each in (few, sample)
+        ]
+        forward.learn(sample, few, loss_model)
+        with forward.away():
+            layers = sequential(loss_model, **few)
+        same = len(layers) == sum(pipe.balance)
+        balance: Any = list(pipe.balance) if same else "parameters"
+        made = Pipe(layers, balance, devices=pipe.devices, chunks=pipe.chunks)
+        forward.use(made)
+        return made
+
+    def _train_batch(self: Any, model: nn.Module, inputs: Any, count: Any) -> Tensor:
+        """A step whose loss is computed inside of the pipe, micro-batch by micro-batch."""
+        model.train()
+        if hasattr(self.optimizer, "train"):  # one without a schedule
+            self.optimizer.train()
+        forward, pipe = self._forward, self.pipe
+        call = self._called_with(forward, inputs, count)
+        batch = _batch(call)
+
+        def loss_fn(output: Any, piece: Any) -> Any:
+            inputs, call = piece
+            token = _OUTPUTS.set((self.model, forward.outputs(output, call)))
+            try:
+                return self.compute_loss(model, dict(inputs), num_items_in_batch=count)
+            finally:
+                _OUTPUTS.reset(token)
+
+        weights = None
+        if not self._is_sum:
+            pieces = scatter(_marked(dict(inputs), batch), pipe.chunks)
+            weights = [float(_weight(piece, self._loss_shifts_labels)) for piece in pieces]
+        scaled = self.loss_is_scaled_for_ga
+        if scaled is None:
+            accepts = self.model_accepts_loss_kwargs and count is not None
+            scaled = accepts or self.compute_loss_func is not None
+        steps = 1 if scaled else self.current_gradient_accumulation_steps
+        with self.compute_loss_context_manager(), self.accelerator.autocast():
+            loss = pipe.train_batch(
+                forward.ready(call), _marked((dict(inputs), call), batch), loss_fn=loss_fn,
+                loss_reduction="sum" if self._is_sum else None, weight=weights, verify=False,
+                accumulate=steps, grad_scaler=self.accelerator.scaler,
+            )  # fmt: skip
+        found: Tensor = (loss / steps).to(self.args.device)
+        return found
+
+
+def _marked(tree: _Tree, batch: int) -> _Tree:
+    """A tree in which tensors that go whole to every micro-batch are in ``NoChunk``."""
+    mark: Any = lambda tensors: [t if _is_cut(t, batch) else NoChunk(t) for t in tensors]  # noqa: E731
+    marked: _Tree = map_tensors(mark, tree)
+    return marked
+
+
+def _is_of_loss_model(pipe: Pipe) -> bool:
+    signature = model_signature(pipe)
+    return signature is not None and list(signature.parameters) == ["inputs"]
+
+
+def _shapes(sample: Mapping[str, Any]) -> str:
+    return ", ".join(f"{n}: {described(v)}" for n, v in sample.items() if isinstance(v, Tensor))
+
+
+def pipelined(trainer: _Trainer) -> _Trainer:
+    """A subclass of a Trainer that trains its model in a pipe, on all devices of the machine.
+
+    ::
+
+        trainer = pipelined(SFTTrainer)(model=model, args=args, train_dataset=dataset)
+        trainer.train()
+
+    The subclass takes the arguments of the Trainer, and two more by keyword:
+
+    - ``pipe_kwargs``: a dict of options for ``Pipe.auto`` (``devices``, ``memory``, ``timeout``,
+      ...). The sample is the first batch of the Trainer's loader; batch size, optimizer and
+      recomputation are those of its arguments.
+    - ``pipe``: a function that makes a pipe of layers, ``lambda layers: Pipe(layers, [9, 8],
+      chunks=8)``; or a pipe of the layers of a :class:`LossModel`.
+
+    ``trainer.pipe`` is the pipe, from the first batch on. Where ``compute_loss`` is the Trainer's
+    own, a step is ``pipe.train_batch``, with the loss inside of the pipeline. The ``compute_loss``
+    of a subclass gets the outputs of the whole mini-batch, from ``pipe(...)``.
+
+    Args:
+        trainer: ``transformers.Trainer`` or a subclass of it.
+
+    Returns:
+        The subclass, to be called in its place.
+
+    Raises:
+        TypeError: ``trainer`` is no subclass of ``transformers.Trainer``.
+        ImportError: transformers is missing.
+    """
+    try:
+        from transformers import Trainer
+    except ImportError as error:
+        raise ImportError(
+            "syncpipe.integrations.transformers needs transformers and accelerate: "
+            'pip install "syncpipe[transformers]"'
+        ) from error
+    if not (isinstance(trainer, type) and issubclass(trainer, Trainer)):
+        raise TypeError(
+            f"pipelined takes a class, a subclass of transformers.Trainer, not {trainer!r}"
+        )
+    made: Any = type(f"Pipelined{trainer.__name__}", (_Pipelined, trainer), {"_trainer": Trainer})
+    made.__module__ = __name__
+    subclass: _Trainer = made
+    return subclass
