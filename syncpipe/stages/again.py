@@ -11,9 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
-from syncpipe.data import map_tensors, tensors_in
+from syncpipe.data import map_tensors, storage_of, tensors_in
 from syncpipe.options import Selective, StageMode
 from syncpipe.runtime.random_numbers import (
     holds_generators,
@@ -71,7 +72,7 @@ class Again:
         def compute(inputs: Any, again: bool = False) -> Any:
             if record.saved is None:
                 return run.run(i, inputs, record, again)
-            return self._selectively(record, again, partial(run.run, i, inputs, record, again))
+            return self._selectively(i, record, again, partial(run.run, i, inputs, record, again))
 
         if run.first and run.writes:
             marks = entering(inputs[0], target)
@@ -107,7 +108,7 @@ class Again:
     def _module_state(self) -> ModuleState:
         return ModuleState(self.stage.partition, self.stage.changes, self.run.others)
 
-    def _selectively(self, record: Record, again: bool, run: Callable[[], Any]) -> Any:
+    def _selectively(self, i: int, record: Record, again: bool, run: Callable[[], Any]) -> Any:
         assert record.saved is not None
         contexts, states = record.saved
         with ExitStack() as around:
@@ -115,8 +116,11 @@ class Again:
             around.callback(torch.set_autocast_cache_enabled, torch.is_autocast_cache_enabled())
             torch.set_autocast_cache_enabled(False)
             around.enter_context(contexts[again])
-            around.enter_context(_SavedStates(self.stage, states, again))
-            return run()
+            seen = around.enter_context(_SavedStates(self.stage, states, again))
+            result = run()
+        if not again:
+            seen.check(getattr(contexts[0], "storage", None), self.stage.describe(i))
+        return result
 
     def checkpointed(self, i: int, inputs: Any, marks: Sequence[int]) -> Any:
         """Computes cell ``(i, j)`` as a part of a graph that stores nothing of it."""
@@ -166,17 +170,25 @@ def in_units(whole: Any, i: int, value: Any) -> Any:
 
 
 class _SavedStates(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Notes the states of the generators after each random operation; again: puts them back."""
+    """Notes the states of the generators after each random operation; again: puts them back.
+
+    It also sees which results are written into. Of kernels that write into views of these which
+    count no versions (those of ``nn.GRU``) PyTorch sees nothing, and what is saved would be wrong.
+    """
 
     def __init__(self, stage: Any, states: deque[list[Tensor]], again: bool) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._generators, self._states, self._again = stage.generators.own, states, again
+        self._made: dict[int, Any] = {}  # by storage the operation whose result it is
+        self._written: dict[int, Any] = {}  # and the last one that wrote into it
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
+        if not self._again:
+            self._look(func, result, (args, kwargs))
         if not is_random(func) or kwargs.get("generator") is not None:
             return result
         if not self._again:
@@ -186,3 +198,28 @@ class _SavedStates(TorchDispatchMode):  # type: ignore[no-untyped-call]
         elif (states := self._states.popleft() if self._states else []) and holds_generators():
             put_back_states(self._generators, states)
         return result
+
+    def _look(self, func: Any, result: Any, given: Any) -> None:
+        for storage in map(storage_of, tensors_in(result)):
+            if func._schema.is_mutable:
+                self._written[storage] = func
+            elif storage not in self._made or storage not in map(storage_of, tensors_in(given)):
+                self._made[storage] = func  # else it is a view
+                self._written.pop(storage, None)
+
+    def check(self, saved: Any, where: str) -> None:
+        """Refuses results that were saved, as PyTorch does it, and written into unseen."""
+        for key, entries in saved.items() if isinstance(saved, dict) else ():
+            for entry in tree_leaves(entries):
+                tensor = getattr(entry, "val", None)
+                if not isinstance(tensor, Tensor) or tensor._version != entry.version:
+                    continue  # PyTorch refuses it
+                storage = storage_of(tensor)
+                if storage in self._written and self._made.get(storage) is key:
+                    raise RuntimeError(
+                        f"checkpoint=Selective(...) saves the results of {key}, and in {where} "
+                        f"{self._written[storage]} wrote into one of them by a view that counts "
+                        "no versions (as the kernels of nn.GRU do), so that gradients would be "
+                        f"wrong: do not let the policy save {key} there, or give this stage "
+                        "another mode, checkpoint=[..., 'always', ...]"
+                    )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -13,6 +14,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
 from syncpipe import Pipe, Selective, inline, is_checkpointing, is_recomputing
+from tests.support.compare import assert_same
 from tests.support.training import FOUR, KINDS, RUNS
 from tests.support.watched import Memory, alive, gone
 
@@ -233,3 +235,40 @@ def test_a_policy_is_printed_and_refused():
         Selective(3)
     with pytest.raises(ValueError, match="OpOverload"):
         Selective([torch.mm])
+
+
+class Last(nn.Module):
+    """What a recurrent layer gave, whose kernels work in place."""
+
+    def __init__(self, kind: Any) -> None:
+        super().__init__()
+        self.recurrent = kind(3, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.recurrent(x[None])[0][0]
+        return y + x.mm(x.t()).sum()
+
+
+#: What PyTorch itself refuses when it is recomputed, and what it does not see.
+REFUSED = {
+    (nn.GRU, "addmm"): "counts no versions",
+    (nn.GRU, "add"): "has been mutated",
+    (nn.RNN, "addmm"): "has been mutated",
+}
+
+
+@every_driver
+@pytest.mark.parametrize("kind", [nn.GRU, nn.LSTM, nn.RNN])
+@pytest.mark.parametrize("saved", ["mm", "addmm", "tanh", "add"])
+def test_what_a_kernel_writes_into_unseen_is_not_saved(saved, kind, run):
+    operation = getattr(getattr(ops, saved), "Tensor" if saved == "add" else "default")
+    found = []
+    for mode in ("never", Selective([operation])):
+        torch.manual_seed(0)
+        pipe = Pipe([nn.Linear(3, 3), Last(kind)], [1, 1], chunks=2, checkpoint=mode)
+        message = None if mode == "never" else REFUSED.get((kind, saved))
+        with pytest.raises(RuntimeError, match=message) if message else nullcontext():
+            run(pipe, torch.ones(4, 3))
+        found.append([p.grad for p in pipe.parameters()])
+    if not message:
+        assert_same(*found)
