@@ -293,8 +293,6 @@ class Life:
             chunks=pipe.chunks, checkpoint=pipe.checkpoint, schedule=pipe.schedule,
         )  # fmt: skip
         fresh.training = pipe.training
-        for new, old in zip(fresh._ready().stages, pipe._ready().stages, strict=True):
-            new.changes.any = old.changes.any  # once there was need of a lock, threads may need it
         with suppressed(self._may_refuse), inline():
             for one in (fresh, pipe):
                 run = partial(one.train_batch, batch(6, 0, False), loss_fn=weigh, verify=False)
@@ -302,6 +300,8 @@ class Life:
                     run(), run()
                     large.made = 0
                     run()
+                for new, old in zip(_stages(fresh), _stages(pipe), strict=False):
+                    new.changes.any |= old.changes.any  # a lock that threads may need since then
                 taken.append((large.made, min(calls_per_cell(run, 1) for _ in range(2))))
             assert taken[1] <= taken[0], f"(copies, calls): {taken[1]}, of a fresh pipe {taken[0]}"
             assert not large.made
@@ -412,6 +412,11 @@ class Life:
         for name, leaf in leaves(self.pipe).items():
             others[name].copy_(leaf)
             others[name].grad = None if leaf.grad is None else leaf.grad.clone()
+
+
+def _stages(pipe: Pipe) -> list[Any]:
+    """The stages, and their pieces that are recomputed by themselves."""
+    return [s for each in pipe._ready().stages for s in (each, *[u for u, _ in each._units[1]])]
 
 
 def _workers(devices: Sequence[int]) -> list[str]:
