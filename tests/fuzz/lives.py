@@ -18,14 +18,13 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import islice, pairwise
-from types import FunctionType
+from types import FrameType, FunctionType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from benchmarks.overhead import calls_per_cell
 from syncpipe import Pipe, inline
 from tests.fuzz.cases import ALIKE, Call, Case
 from tests.fuzz.models import KINDS, TABLE, Chain, Model, drawn_model, leaves
@@ -302,7 +301,7 @@ class Life:
                     run()
                 for new, old in zip(_stages(fresh), _stages(pipe), strict=False):
                     new.changes.any |= old.changes.any  # a lock that threads may need since then
-                taken.append((large.made, min(calls_per_cell(run, 1) for _ in range(2))))
+                taken.append((large.made, min(_python_calls(run) for _ in range(2))))
             assert taken[1] <= taken[0], f"(copies, calls): {taken[1]}, of a fresh pipe {taken[0]}"
             assert not large.made
 
@@ -353,7 +352,7 @@ class Life:
         if what == "profiler":
             return torch.autograd.profiler.profile(use_kineto=False)
         if what == "tracer":
-            return _profiled(lambda *_: None)
+            return _profiled()
         if what == "evaluation" and not self.model.counts and not self.model.draws:
             return another_thread(lambda: self.pipe.eval_batch(batch(2, 0, False)))
         if what == "draws" and not self.model.draws:
@@ -519,11 +518,29 @@ def _copied(module: nn.Module, how: str) -> Any:
     return Unpickler(file).load()
 
 
-@contextmanager
-def _profiled(profile: Any) -> Iterator[None]:
-    sys.setprofile(profile)
+def _python_calls(run: Callable[[], Any]) -> int:
+    """How many functions of the package a call of this begins; no profiler, which pipes notice."""
+    count = 0
+
+    def trace(frame: FrameType, event: str, argument: Any) -> None:
+        nonlocal count
+        count += frame.f_globals.get("__name__", "").startswith("syncpipe.")
+
+    sys.settrace(trace)
     try:
-        yield
+        run()
+    finally:
+        sys.settrace(None)
+    return count
+
+
+@contextmanager
+def _profiled() -> Iterator[None]:
+    """Under a profiler of Python, which sees all that runs on the calling thread."""
+    sys.setprofile(lambda *_: None)
+    try:
+        with inline():
+            yield
     finally:
         sys.setprofile(None)
 

@@ -69,3 +69,57 @@ def test_a_life_that_fails_is_printed_as_a_short_program() -> None:
     program = str(lives.shrunk(next(filter(fails, stories)), check)).splitlines()
     assert len(program) == 3
     exec("\n".join(program), {"Life": lives.Life})
+
+
+TWO = "balance=(1, 1), devices=(0, 1), chunks=2"
+THREE = "balance=(1, 2), devices=(0, 1), chunks=4"
+
+
+@pytest.mark.parametrize(
+    ("layers", "rest"),
+    [
+        # What a layer hands on is what it keeps.
+        (f"'center', 'linear', 'centered', {THREE}", "call('outputs'); call('train')"),
+        (f"'send_kept', 'linear', 'receive', {THREE}", "call('train')"),
+        # A recomputation sees another count, or what a later forward left.
+        (f"'counted', 'linear', {TWO}, checkpoint='always'", "call('train')"),
+        (f"'remembered', 'linear', 'linear', {THREE}, checkpoint='always'", "call('train')"),
+        # Statistics that begin to move in a later call.
+        (
+            f"'observed', 'linear', {TWO}, checkpoint='always'",
+            "call('train'); change(0, 2); call('train')",
+        ),
+        # A large buffer is not copied.
+        (f"'linear', 'table', {TWO}, checkpoint='always'", "end()"),
+        # What is made, or looked at, where other tensors stand for parameters.
+        (
+            "'parameter_hook', 'makes_module', balance=(2,), devices=(0,), chunks=2",
+            "call('forward')",
+        ),
+        (
+            f"'linear', 'makes', 'linear', {THREE}, ties=((0, 2, False),)",
+            "call('train'); call('train')",
+        ),
+        (f"'linear', 'looks', {TWO}", "hook(1, 'parameter'); call('forward')"),
+        (f"'linear', 'pipe', {TWO}", "hook(1, 'parameter'); call('forward')"),
+        # What was seen in one call holds for that call.
+        (f"'linear', 'sometimes', {TWO}", "change(1, 2); call('train'); change(1, 0.5); end()"),
+        (f"'linear', 'factor', {TWO}", "call('train', under='tracer'); end()"),
+        # Layers that are replaced.
+        (
+            f"'linear', 'linear', {TWO}",
+            "replace(1, 'linear', 'name'); set('devices', (1, 0)); call('train')",
+        ),
+        (f"'linear', 'linear', {TWO}", "replace(1, 'linear', 'partition'); call('train'); step()"),
+        (
+            f"'linear', 'linear', {TWO}",
+            "replace(1, 'linear', 'of partition'); call('train'); step()",
+        ),
+    ],
+)
+def test_lives_that_failed_once(layers: str, rest: str) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        life = eval(f"Life({layers})", {"Life": lives.Life})
+        for event in rest.split("; "):
+            eval(f"life.{event}", {"life": life})
