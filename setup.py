@@ -52,6 +52,7 @@ setup(
             "safetensors>=0.6",
             "trl>=1.10",
         ],
+        "lightning": ["lightning>=2.5"],
         "transformers": ["transformers>=5.23", "accelerate>=1.10"],
         "notebook": [  # of docs/huggingface.ipynb
             "ipykernel>=6.29",

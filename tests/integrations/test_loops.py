@@ -60,8 +60,11 @@ def test_accelerate_takes_a_pipe_as_it_is(placement: bool, how: str) -> None:
 
 
 @pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("strategy", [False, True])
 @pytest.mark.parametrize("automatic", [False, True])
-def test_lightning_trains_an_attribute_and_its_checkpoint_is_one_of_the_model(automatic, tmp_path):
+def test_lightning_trains_an_attribute_and_its_checkpoint_is_one_of_the_model(
+    automatic, strategy, tmp_path
+):
     """Under manual optimization, or it goes back by itself, through ``pipe(x)``."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -93,6 +96,7 @@ def test_lightning_trains_an_attribute_and_its_checkpoint_is_one_of_the_model(au
     trainer = lightning.Trainer(
         max_epochs=1, accelerator="cpu", logger=False, enable_checkpointing=False,
         enable_progress_bar=False, enable_model_summary=False, default_root_dir=tmp_path,
+        **({"strategy": pipe_strategy()} if strategy else {}),
     )  # fmt: skip
     trainer.fit(Trained(pipe), data(), data())
     assert_trains_as(model, pipe)
@@ -101,3 +105,49 @@ def test_lightning_trains_an_attribute_and_its_checkpoint_is_one_of_the_model(au
     plain = nn.ModuleDict({"pipe": pipe_and_model()[1]})
     plain.load_state_dict(state)
     assert_trained_alike(plain, pipe, exact=True)
+
+
+def pipe_strategy() -> Any:
+    from syncpipe.integrations.lightning import PipeStrategy
+
+    return PipeStrategy()
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_strategy_moves_what_is_in_no_pipe_and_resumes(tmp_path):
+    lightning: Any = pytest.importorskip("lightning")
+
+    class Both(lightning.LightningModule):  # type: ignore[misc]
+        """A pipe made late, and a head beside it."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            torch.manual_seed(1)
+            self.head = nn.Linear(3, 3)
+
+        def configure_model(self) -> None:
+            if not hasattr(self, "pipe"):
+                self.pipe = pipe_and_model()[0]
+
+        def training_step(self, batch: tuple[Tensor, Tensor], index: int) -> Tensor:
+            return F.cross_entropy(self.head(self.pipe(batch[0])), batch[1])
+
+        def configure_optimizers(self) -> torch.optim.Optimizer:
+            return torch.optim.AdamW(self.parameters(), lr=0.1)
+
+    def trained(epochs: int, resume: Any = None, module: Any = None) -> Any:
+        trainer = lightning.Trainer(
+            max_epochs=epochs, accelerator="cpu", logger=False, enable_checkpointing=False,
+            enable_progress_bar=False, enable_model_summary=False, strategy=pipe_strategy(),
+        )  # fmt: skip
+        module = module or Both()
+        trainer.fit(module, data(), ckpt_path=resume)
+        trainer.save_checkpoint(tmp_path / f"{epochs}.ckpt")
+        return module
+
+    trained(1)
+    assert_trained_alike(trained(2, tmp_path / "1.ckpt"), trained(2), exact=True)
+    from lightning.pytorch.demos.boring_classes import BoringModel
+
+    with pytest.raises(TypeError, match="holds a Pipe, and BoringModel holds none"):
+        trained(1, module=BoringModel())
