@@ -63,7 +63,8 @@ from syncpipe.schedules.stream import Versions
 from syncpipe.stages.pipeline import Pipeline
 from syncpipe.timeline.trace import Trace
 from syncpipe.training.forward import forward
-from syncpipe.training.loss import LossCounts, Objective
+from syncpipe.training.loss import Objective
+from syncpipe.training.loss_check import LossCounts
 from syncpipe.training.sources import Source, refuse_dataset, source_of
 from syncpipe.training.stream import OptimizerFactory, Streamed, stream
 from syncpipe.training.train import evaluate, train
@@ -82,6 +83,7 @@ class _Eval(TypedDict, total=False):
     loss_reduction: str | None
     weight: _Weight
     data_iter: Iterable[Any] | None
+    verify: bool | None
     global_loss: bool
 
 
@@ -90,7 +92,6 @@ class _Train(_Eval, total=False):
     slots: str | Sequence[int] | None
     accumulate: float
     grad_scaler: Any
-    verify: bool | None
 
 
 class _Alone(_Train, total=False):
@@ -198,7 +199,7 @@ class Pipe(ModelNames):
         self._averaging: Any = None  # the other processes, see `syncpipe.distributed`
         self._warned = False  # that there are other processes
         self._trace: Trace | None = None
-        self._loss_counts = LossCounts()
+        self._loss_counts, self._eval_counts = LossCounts(), LossCounts()
         made = Initialization.checked(layers, init_fn, seed)
         self._take(
             first_layout(
@@ -576,6 +577,7 @@ class Pipe(ModelNames):
         loss_reduction: str | None = None,
         weight: _Weight = None,
         data_iter: Iterable[Any] | None = None,
+        verify: bool | None = None,
         global_loss: bool = False,
     ) -> Any:
         """Run one mini-batch forward, without gradients and in ``eval()`` mode.
@@ -583,7 +585,7 @@ class Pipe(ModelNames):
         By ``eval()`` of the pipe; when it returns every module is in the mode in which it was.
 
         Args:
-            input, target, loss_reduction, weight, data_iter: as for :meth:`train_batch`.
+            input, target, loss_reduction, weight, data_iter, verify: as for :meth:`train_batch`.
             loss_fn: as for :meth:`train_batch`; None to get the outputs.
             global_loss: as for :meth:`train_batch`; then all processes have to call it.
 
@@ -604,7 +606,7 @@ class Pipe(ModelNames):
             with target_hint("eval_batch", input, target):
                 return self._drive(
                     evaluate, source, module=self, loss_fn=loss_fn, loss_reduction=loss_reduction,
-                    weight=weight, weighed=weighed,
+                    weight=weight, weighed=weighed, verify=verify, counts=self._eval_counts,
                     modules=[*self.modules(), *self._layout.partitions],
                 )  # fmt: skip
 
@@ -847,7 +849,8 @@ class Pipe(ModelNames):
     def __getstate__(self) -> dict[str, Any]:
         # Threads, streams and locks are made anew where the pipe is used. A copy is alone there.
         gone = dict.fromkeys(("_pipeline", "_trace", "_averaging"))
-        return {**self.__dict__, **gone, "_made_of": {}, "_loss_counts": LossCounts()}
+        counts = {"_loss_counts": LossCounts(), "_eval_counts": LossCounts()}
+        return {**self.__dict__, **gone, "_made_of": {}, **counts}
 
     def __setattr__(self, name: str, value: Any) -> None:
         layers = list(self.__dict__.get("_modules", ()))

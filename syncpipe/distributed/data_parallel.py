@@ -231,10 +231,10 @@ class _Call:
         self._sizes = [[leaf.requires_grad * leaf.nbytes for leaf in stage] for stage in stages]
         self._stages = [[leaf for leaf in stage if leaf.requires_grad] for stage in stages]
         agreed = owner.syncs and self._sizes == owner.agreed
-        known = objective.assumed
-        if not agreed or plan.n != len(owner.groups) or known is None or known[1] is not None:
+        divisor = objective.divisor
+        if not agreed or plan.n != len(owner.groups) or divisor is None:
             return lambda kind, j, run: run  # the caller starts them
-        own = float(known[0])
+        own = float(divisor)
         replicated = [len(numbers) > 1 for numbers in numbers_of(plan.device_of)]
         left = [plan.m] * plan.n  # backwards, each half for itself
         for _, j in plan.splits:
@@ -347,9 +347,8 @@ class _Call:
 
 def _weights(objective: Objective) -> tuple[float, float]:
     """What gradients were divided by, and what the mini-batch weighs."""
-    assert objective.assumed is not None
-    assumed, total = objective.assumed
-    return float(assumed), float(assumed if total is None else total)
+    assert objective.divisor is not None
+    return float(objective.divisor), float(objective.total())
 
 
 _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}

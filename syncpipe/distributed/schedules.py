@@ -7,9 +7,9 @@ weights, and ends all ranks with a reason when one fails.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import cache, partial
 from itertools import chain
-from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -25,7 +25,9 @@ from syncpipe.layers.conversion.signature import call_input, refresh
 from syncpipe.layers.placement import check_input
 from syncpipe.runtime.errors import annotate
 from syncpipe.runtime.random_numbers import draw_seed, put_back_states, states_of
-from syncpipe.training.loss import Loss, LossCheck, Objective
+from syncpipe.training.loss import Objective
+from syncpipe.training.loss_check import LossCheck
+from syncpipe.training.loss_function import Loss
 from syncpipe.training.sources import Source
 
 __all__ = ["SCHEDULES", "schedule_over"]
@@ -298,10 +300,11 @@ class _MiniBatch(Source):
             self._targets = dict(enumerate(scatter_pair(target, None, m)[0]))
         if loss is None or not (backward or target is not None):
             return
-        self._objective = Objective(loss, self)
+        # All micro-batches have one shape, so samples count as elements do.
+        self._objective = Objective(replace(loss, count=None), self)
         self._draws = loss.draws
         if backward:
-            self._check = owner.counts.check(self._objective, self.targets, m, verify)
+            self._check = owner.counts.check(self._objective, self.targets, verify)
         if group is not None and self._objective.adds_up:
             self._scale = dist.get_world_size(group)
         elif group is not None and self._objective.known is not None:  # by the mean weight
@@ -333,17 +336,17 @@ class _MiniBatch(Source):
         except Exception as error:
             annotate(error, f"in loss_fn, micro-batch {i}")
             raise
-        if objective.came_with_weights and objective.assumed is not None:
-            root = root * objective.assumed[0]  # yet to be divided by all of the step
+        if objective.came_with_weights and objective.divisor is not None:
+            root = root * objective.divisor  # yet to be divided by all of the step
         self.shares.append(root)
         return torch.stack([root.to(torch.float32)])
 
     def factor(self) -> Tensor:
         """One by the weights of the losses, if they came with these."""
         objective = self._objective
-        if objective is None or not objective.came_with_weights or objective.assumed is None:
+        if objective is None or not objective.came_with_weights:
             return torch.ones(1)
-        whole = self._mean(objective.assumed[1])
+        whole = self._mean(objective.total())
         self._by = torch.where(whole == 0, 0.0, 1 / whole)
         return self._by
 
@@ -367,5 +370,5 @@ class _MiniBatch(Source):
             by = 1 if self._by is None else self._by
             losses[:] = [share.detach() * by for share in self.shares]
         if self._check is not None:
-            self._owner.counts.compare(self._check, SimpleNamespace(draws={0: self._draws}))
+            self._owner.counts.compare(self._check, draws=bool(self._draws))
         return self._objective.metrics()

@@ -56,7 +56,8 @@ from syncpipe.skip.store import use_store
 from syncpipe.stages.run import StageRun
 from syncpipe.stages.stage import Partition, Stage
 from syncpipe.state import unchanged
-from syncpipe.training.loss import LossCounts, known_loss
+from syncpipe.training.loss_check import LossCounts
+from syncpipe.training.loss_function import known_loss
 
 __all__ = ["Stages", "stage"]
 

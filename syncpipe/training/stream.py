@@ -51,7 +51,8 @@ from syncpipe.stages.run import StageRun
 from syncpipe.stages.sharing import substitute, swaps_of
 from syncpipe.stages.stage import Stage
 from syncpipe.training.cell import Accumulated
-from syncpipe.training.loss import Loss, LossHead, Objective, known_loss
+from syncpipe.training.loss import LossHead, Objective
+from syncpipe.training.loss_function import Loss, known_loss
 from syncpipe.training.sources import FromIterator, Source
 from syncpipe.training.train import Parcel, TrainingTask, check_can_train
 
@@ -564,14 +565,16 @@ class _MiniBatches(FromIterator):
                 "the loss does not require grad, so there is nothing to train: loss_fn detaches "
                 "what it is given, or does not use it"
             )
-        if objective.came_with_weights and self.chunks > 1:
+        last = k == objective.m - 1
+        late = objective.came_with_weights or (last and objective.factor() is not None)
+        if late and self.chunks > 1:
             raise ValueError(
-                "loss_fn returned (loss, weight), but the weights of all micro-batches are needed "
-                "before the first of them runs backward: give train_stream weight=, a function of "
-                "the target, and let loss_fn return the loss alone"
+                "the weights of all micro-batches are needed before the first of them runs "
+                "backward, but they come with the losses: give train_stream weight=, a function of "
+                "the target, and let loss_fn return the loss alone, not (loss, weight)"
             )
         self._noted[i] = objective.noted(k)
-        if k == objective.m - 1:
+        if last:
             del self._objectives[batch]
             with torch.no_grad():
                 self.found[batch] = self._noted[i] = objective.loss(), objective.metrics()

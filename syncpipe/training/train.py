@@ -39,7 +39,9 @@ from syncpipe.stages.inplace import handed_on, own_memory, sent_marks
 from syncpipe.stages.pipeline import Pipeline
 from syncpipe.stages.run import Inputs
 from syncpipe.training.cell import Accumulated, Border, Cell, detached, ends_of
-from syncpipe.training.loss import LossCounts, LossHead, Objective, known_loss
+from syncpipe.training.loss import LossHead, Objective
+from syncpipe.training.loss_check import LossCounts
+from syncpipe.training.loss_function import known_loss
 from syncpipe.training.sources import Source
 from syncpipe.training.weight_gradients import WeightGradients
 
@@ -361,8 +363,9 @@ def train(
         try:
             call = Call(pipeline, source.m, **running)
             leaves = Accumulated(call)
-            check = counts.check(objective, source.targets, source.m, verify)
-            head = LossHead(call, objective, leaves, keep_outputs=return_outputs, check=check)
+            check = counts.check(objective, source.targets, verify)
+            keep = None if check is None else check.keep
+            head = LossHead(call, objective, leaves, keep_outputs=return_outputs, keep=keep)
             watch = None
             if averaging is not None:
                 watch = averaging.begin(plan, leaves, objective)
@@ -383,7 +386,7 @@ def train(
             undone(run, map(OrderedDict.update, places, hooks))
             results = _results(call, head, objective)
             if check is not None:
-                counts.compare(check, head)
+                counts.compare(check, draws=any(head.draws.values()))
             _complete(task, head, objective, leaves, averaging)
             for leaf, those in zip(hooked, hooks, strict=True):
                 for hook in those.values() if leaf.grad is not None else ():
@@ -441,7 +444,7 @@ def _complete(
 
 def evaluate(
     pipeline: Pipeline, source: Source, *, module: nn.Module, modules: Sequence[nn.Module],
-    loss_fn: Any, loss_reduction: str | None, weight: Any,
+    loss_fn: Any, loss_reduction: str | None, weight: Any, verify: bool | None, counts: LossCounts,
     weighed: Callable[[Objective], None] | None = None, **running: Any,
 ) -> Any:  # fmt: skip
     objective = None
@@ -451,11 +454,15 @@ def evaluate(
 
     def run() -> Any:
         call = Call(pipeline, source.m, **running)
-        head = LossHead(call, objective, keep_outputs=objective is None)
+        check = None if objective is None else counts.check(objective, source.targets, verify)
+        keep = None if check is None else check.keep
+        head = LossHead(call, objective, keep_outputs=objective is None, keep=keep)
         task = TrainingTask(call, source, head)
         steps = forward_steps(pipeline.edges, source.m, pipeline.placement)
         call.run(steps, task)
         results = _results(call, head, objective)
+        if check is not None:
+            counts.compare(check, draws=any(head.draws.values()))
         if weighed is not None and objective is not None:
             weighed(objective)
         return results

@@ -7,7 +7,6 @@ start from the same weights, buffers and random state, with copies of the same i
 from __future__ import annotations
 
 import os
-import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -42,7 +41,9 @@ from syncpipe.runtime.thread_state import INLINE
 from syncpipe.schedules.named import SCHEDULES, ScheduleLike, build, shown
 from syncpipe.schedules.schedule import Schedule
 from syncpipe.state import State, unchanged
-from syncpipe.training.loss import Loss, LossCheck, LossCounts, Objective, known_loss
+from syncpipe.training.loss import Objective
+from syncpipe.training.loss_check import LossCheck, LossCounts
+from syncpipe.training.loss_function import Loss, known_loss
 from syncpipe.training.sources import Source, input_and_target
 from syncpipe.verification.plain import Observation, PlainRun, layers_of, observe, placed
 from syncpipe.verification.report import COLUMNS, Report, Run
@@ -337,11 +338,10 @@ class _Check:
                 leaf.grad = None if leaf.grad is None else leaf.grad.clone()
         run.statistics.commit()
         self._loss_draws = len(self._layers) in run.drew
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
-            if check is not None and not self._loss_draws and check.compare():
-                # The last sentence is the way out of train_batch, which verify does not have.
-                self._loss_differs = str(caught[-1].message).rsplit(" If ", 1)[0]
+        found = None if check is None or self._loss_draws else check.compare()
+        if found is not None and found.wrong:
+            # The last sentence is the way out of train_batch, which verify does not have.
+            self._loss_differs = found.text.rsplit(" If ", 1)[0]
         try:
             output = gather(kept)
         except ValueError as error:

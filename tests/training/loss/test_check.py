@@ -15,15 +15,16 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from syncpipe import NoChunk, Pipe
+from tests.support.running import Do
 from tests.training.loss.whole import classifier, four, labels, masked
 
 MASKED = {"input": torch.randn(8, 4), "target": labels(8, [0, 1, 2, 7]), "loss_fn": masked}
 
 
-def warned(pipe: Any, **arguments: Any) -> list[str]:
+def warned(pipe: Any, call: str = "train_batch", **arguments: Any) -> list[str]:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        pipe.train_batch(**arguments)
+        getattr(pipe, call)(**arguments)
     assert all(warning.filename == __file__ for warning in caught)
     return [str(warning.message) for warning in caught]
 
@@ -60,11 +61,14 @@ CASES: dict[str, tuple[list[dict[str, Any]], list[int]]] = {
 }
 
 
+@pytest.mark.parametrize("call", ["train_batch", "eval_batch"])
 @pytest.mark.parametrize("name", CASES)
-def test_what_is_warned_about(name: str) -> None:
+def test_what_is_warned_about(name: str, call: str) -> None:
     calls, expected = CASES[name]
+    if name == "draws in its first call":
+        calls = [{**MASKED, "loss_fn": drawn_once()}] * 4
     pipe = (four if calls[0]["input"] is X else classifier)(chunks=4)
-    texts = [warned(pipe, **arguments) for arguments in calls]
+    texts = [warned(pipe, call, **arguments) for arguments in calls]
     assert [call for call, found in enumerate(texts) if found] == expected
     assert all("weight=" in text for found in texts for text in found)
 
@@ -93,8 +97,8 @@ MAKE: dict[str, Any] = {
 @pytest.mark.parametrize("make", MAKE.values(), ids=MAKE)
 def test_each_loss_function_is_checked_whatever_its_class_or_code(make: Any) -> None:
     pipe, x = four(chunks=4), torch.randn(8, 3)
-    for _ in range(4):
-        assert warned(pipe, input=x, loss_fn=make(False)) == []
+    for loss_fn in [make(False)] * 4:
+        assert warned(pipe, input=x, loss_fn=loss_fn) == []
     assert len(warned(pipe, input=x, loss_fn=make(True))) == 1
 
 
@@ -160,7 +164,7 @@ def test_an_error_in_it_matters_only_if_it_was_asked_for() -> None:
         return y.sum()
 
     pipe, x = four(chunks=4), torch.randn(8, 3)
-    pipe.train_batch(x, loss_fn=loss_fn)
+    assert "not checked, because" in warned(pipe, input=x, loss_fn=loss_fn)[0]
     grads = [p.grad.clone() for p in pipe.parameters()]
     with pytest.raises(LookupError):
         pipe.train_batch(x, loss_fn=loss_fn, verify=True)
@@ -224,6 +228,134 @@ def test_a_loss_that_the_model_makes_is_noticed() -> None:
     [text] = warned(pipe, input=torch.randn(8, 3), loss_fn=lambda output: output["loss"])
     assert "made by the model" in text
     assert "logits" in text
+    assert not warned(pipe, input=X, loss_fn=lambda output: output["loss"], weight=[1, 2, 3, 4])
+
+
+class WithLoss(nn.Module):
+    """Returns logits, and their masked loss."""
+
+    def forward(self, x: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
+        return x["x"], masked(x["x"], x["y"])
+
+
+def test_a_loss_of_the_logits_is_none_that_the_model_makes() -> None:
+    def of_logits(output: Any, target: Tensor) -> Tensor:
+        return masked(output[0], target)
+
+    pipe = Pipe(nn.Sequential(Do(lambda d: {**d, "x": 1 * d["x"]}), WithLoss()), [2], chunks=4)
+    x = torch.randn(8, 5, requires_grad=True)
+    given = {"input": {"x": x, "y": MASKED["target"]}, "target": MASKED["target"]}
+    [text] = warned(pipe, **given, loss_fn=of_logits)
+    assert "what is not masked needs weight=" in text
+
+
+def test_a_scalar_beside_the_outputs_is_combined_as_losses_are() -> None:
+    pipe = Pipe(nn.Sequential(nn.Linear(3, 3), Do(lambda y: (y, y.exp().mean()))), [2], chunks=3)
+    loss_fn = lambda output: output[0].pow(2).mean() + 0.1 * output[1]  # noqa: E731
+    assert warned(pipe, input=torch.randn(7, 3), loss_fn=loss_fn, verify=True) == []
+
+
+def padded(lengths: list[int]) -> list[Any]:
+    """Micro-batches of two samples, with their targets; of the second some are masked."""
+    return [(torch.randn(2, n, 4), torch.randint(1, 5, (2, n)).tril(-1)) for n in lengths]
+
+
+def masked_mean(output: Tensor, target: Tensor) -> Tensor:
+    kept = target != 0
+    return (F.cross_entropy(output.mT, target, reduction="none") * kept).sum() / kept.sum()
+
+
+@pytest.mark.parametrize("call", ["train_batch", "eval_batch"])
+def test_outputs_that_cannot_be_joined_are_not_checked_which_is_said_once(call: str) -> None:
+    pipe = classifier(chunks=4)
+    texts = [
+        warned(pipe, call, data_iter=iter(padded([4, 7, 3, 9])), loss_fn=masked_mean)
+        for _ in range(4)
+    ]
+    assert [len(found) for found in texts] == [1, 0, 0, 0]
+    assert "loss_fn is not checked, because" in texts[0][0]
+    assert "[2, 7, 5]" in texts[0][0]
+    assert "needs weight=" in texts[0][0]
+    counted = {"loss_fn": masked_mean, "weight": lambda t: (t != 0).sum()}
+    assert not warned(classifier(chunks=4), call, data_iter=iter(padded([4, 7, 3, 9])), **counted)
+
+
+@pytest.mark.parametrize("steps", [12, 2])  # as many as samples in a micro-batch, too
+@pytest.mark.parametrize("wrong", [False, True])
+def test_outputs_whose_samples_are_not_in_dimension_0(steps: int, wrong: bool) -> None:
+    def loss_fn(output: Tensor, target: Tensor) -> Tensor:
+        kept = F.cross_entropy(output.flatten(0, 1), target.t().flatten(), reduction="none")
+        return kept.sum() / kept.gt(1.6).sum() if wrong else kept.mean()
+
+    layers = nn.Sequential(nn.Linear(4, 5), Do(lambda x: x.transpose(0, 1)))
+    given = {"input": torch.randn(8, steps, 4), "target": torch.randint(5, (8, steps))}
+    pipe = Pipe(layers, [1, 1], chunks=4)
+    assert len(warned(pipe, **given, loss_fn=loss_fn, verify=True)) == wrong
+
+
+class Scaled:
+    def __init__(self, factor: Any) -> None:
+        self.factor = factor
+
+    def __call__(self, y: Tensor) -> Tensor:
+        CALLED.append(1)
+        return y.pow(2).mean()
+
+
+CALLED: list[int] = []
+scaled = lambda y, factor: Scaled(factor)(y)  # noqa: E731
+#: Made anew in each step, of its number.
+ANEW: dict[str, Any] = {
+    "a number": lambda step: lambda y: scaled(y, step),
+    "a default": lambda step: lambda y, step=step: scaled(y, step),
+    "a tensor": lambda step: partial(lambda t, y: scaled(y, t), torch.tensor(step)),
+    "a list": lambda step: lambda y, factors=[step]: scaled(y, factors),
+    "a partial": lambda step: partial(scaled, factor=step),
+    "an object": Scaled,
+    "a method": lambda step: Scaled(step).__call__,
+}
+
+
+@pytest.mark.parametrize("make", ANEW.values(), ids=ANEW)
+def test_one_that_is_made_anew_with_other_values_is_checked_as_seldom(make: Any) -> None:
+    pipe, extra = four(chunks=4), []
+    for step in range(16):
+        CALLED.clear()
+        pipe.train_batch(torch.randn(8, 3), loss_fn=make(step))
+        extra.append(len(CALLED) - 4)
+    assert [step + 1 for step, calls in enumerate(extra) if calls] == [1, 2, 4, 8, 16]
+
+
+def test_a_variable_that_it_closes_over_may_get_its_value_later() -> None:
+    pipe = four(chunks=4)
+    for step in range(3):
+        loss_fn = lambda y: y.mean() if step == 0 else y.mean() / before  # noqa: B023, E731
+        before = warned(pipe, input=X, loss_fn=loss_fn) or 1.0
+
+
+class Metric(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen = torch.tensor(0)
+
+    def update(self, y: Tensor) -> None:
+        self.seen = self.seen + len(y)
+
+
+METRIC = Metric()
+
+
+@pytest.mark.parametrize("call", ["train_batch", "eval_batch"])
+def test_it_counts_nothing_in_a_metric_of_the_loss(call: str) -> None:
+    own, METRIC.seen = Metric(), torch.tensor(0)
+
+    def loss_fn(y: Tensor) -> Tensor:
+        own.update(y)
+        METRIC.update(y)
+        return y.pow(2).mean()
+
+    warned(four(chunks=4), call, input=X, loss_fn=loss_fn)
+    assert (int(own.seen), int(METRIC.seen)) == (8, 8)
 
 
 def test_an_iterator_brings_a_target_with_each_micro_batch():

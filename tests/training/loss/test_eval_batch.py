@@ -38,7 +38,7 @@ def test_eval_batch_never_re_materializes_and_stores_nothing():
         return y.sin()
 
     pipe = pipe_of(nn.Sequential(nn.Linear(3, 3), Do(look)), chunks=4, checkpoint="always")
-    pipe.eval_batch(torch.randn(8, 3), loss_fn=torch.sum)
+    pipe.eval_batch(torch.randn(8, 3), loss_fn=torch.sum, verify=False)
     assert counts == [0] * 4
     assert alive(references) == 0
 

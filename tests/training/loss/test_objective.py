@@ -12,8 +12,9 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from syncpipe import Pipe
+from syncpipe import NoChunk, Pipe
 from tests.support.models import linear_model
+from tests.support.running import Do
 from tests.support.training import KINDS, RUNS
 from tests.training.loss.whole import (
     CLASSES,
@@ -130,6 +131,59 @@ def test_the_loss_is_that_of_the_mini_batch(kind: str, size: int, iterator: bool
     assert_trains_like(pipe, loss, (expected, [grad * scale for grad in grads]))
     assert not loss.requires_grad
     assert loss.shape == ()
+
+
+class Readout(nn.Module):
+    """The sum of each group of rows: of nodes that are one graph."""
+
+    def forward(self, x: tuple[Tensor, Tensor]) -> Tensor:
+        rows, group = x
+        return rows.new_zeros(int(group.max()) + 1, 3).index_add(0, group, rows)
+
+
+def graphs(*sizes: int) -> tuple[Tensor, Tensor]:
+    return torch.randn(sum(sizes), 3), torch.repeat_interleave(torch.tensor(sizes))
+
+
+#: Means of PyTorch's, and targets for so many graphs.
+MEANS: dict[str, tuple[Any, Any]] = {
+    "elements": (F.mse_loss, lambda n: torch.randn(n, 3)),
+    "a module": (nn.SmoothL1Loss(), lambda n: torch.randn(n, 3)),
+    "another": (nn.PoissonNLLLoss(), lambda n: torch.rand(n, 3)),
+    "a target of one element": (partial(F.huber_loss, delta=2.0), lambda n: torch.zeros(1, 1)),
+    "rows": (nn.KLDivLoss(reduction="batchmean"), lambda n: torch.rand(n, 3)),
+    "probabilities": (F.cross_entropy, lambda n: torch.rand(n, 3).softmax(1)),
+    "classes": (F.cross_entropy, lambda n: torch.randint(3, (n,))),
+}
+
+
+@pytest.mark.filterwarnings("ignore:Using a target size")
+@pytest.mark.parametrize("kind", MEANS)
+def test_means_count_by_outputs_and_targets_not_by_rows_of_the_input(kind: str) -> None:
+    loss_fn, target = MEANS[kind]
+    batches = [(graphs(*each), target(len(each))) for each in ([2, 3], [20, 30, 9], [4], [2, 2])]
+    layers = nn.Sequential(Do(lambda pair: (pair[0] * 2, pair[1])), Readout(), nn.Linear(3, 3))
+    pipe = Pipe(layers, [2, 1], devices=["cpu:0", "cpu:1"], chunks=4)
+
+    def plain_loss(plain: nn.Module) -> Tensor:
+        targets = torch.cat([target for _, target in batches])
+        if targets.shape == (4, 1):
+            targets = targets[:1]
+        return loss_fn(torch.cat([plain(x) for x, _ in batches]), targets)
+
+    expected = whole(pipe, plain_loss)
+    found = pipe.train_batch(data_iter=iter(batches), loss_fn=loss_fn)
+    assert_trains_like(pipe, found, expected)
+    found = pipe.eval_batch(data_iter=iter(batches), loss_fn=loss_fn)
+    torch.testing.assert_close(found, expected[0])
+
+
+def test_a_target_that_all_samples_share_does_not_count() -> None:
+    pipe, x, target = four(chunks=4), torch.randn(7, 3), torch.randn(3)
+    expected = whole(pipe, lambda plain: F.mse_loss(plain(x), target.expand(7, 3)))
+    with pytest.warns(UserWarning, match="Using a target size"):
+        found = pipe.train_batch(x, NoChunk(target), loss_fn=F.mse_loss)
+    assert_trains_like(pipe, found, expected)
 
 
 # --- weights -------------------------------------------------------------------------------------

@@ -1,0 +1,325 @@
+"""Whether the losses of micro-batches make that of the mini-batch.
+
+A mean over what is not masked, a loss that compares samples with each other, a mean over something
+else than samples: put together by the sizes of micro-batches, all of these come out wrong, and so
+do the gradients. So the outputs of some micro-batches are kept until the end of a call, and
+``loss_fn`` is called once more, with all of them at once. This is done in calls 1, 2, 4, 8, ...
+with a loss function: the first batches may have no padding.
+"""
+
+from __future__ import annotations
+
+import math
+import warnings
+import weakref
+from functools import partial
+from types import BuiltinFunctionType, FunctionType, MethodType
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from syncpipe.data import flatten, gather, map_tensors, tensors_in, unflatten
+from syncpipe.hints import outside
+from syncpipe.runtime.random_numbers import undisturbed
+from syncpipe.state import SIMPLE, unchanged
+from syncpipe.training.loss import Objective
+
+_MOST = 2**26  #: so many bytes of outputs are kept at most, but two micro-batches in any case
+_ROUNDING = {torch.float64: 1e-9, torch.float32: 1e-4}  #: relative to the loss
+_MOST_COUNTS = 32  #: so many are remembered, three for each loss function
+_WEIGHT = (
+    "weight=, such as weight=lambda target: (target != -100).sum(), or (loss, weight) from loss_fn"
+)
+_BY_THE_MODEL = (
+    "the loss is made by the model (output.loss), for each micro-batch by itself: with masked "
+    "targets their mean is not that of the mini-batch, and gradients are off likewise. Let the "
+    "model return its logits and compute the loss of them (F.cross_entropy counts masked targets "
+    f"right), or give {_WEIGHT}. If all count the same: verify=False"
+)
+
+
+class Finding(NamedTuple):
+    """What a check found, in words; the loss is ``wrong``, or it could not be checked."""
+
+    text: str
+    wrong: bool
+
+
+class LossCounts:
+    """The number of calls with each loss function, by which it is checked.
+
+    A function is the same one if it is the same object, or if its code and all that it has closed
+    over are the same objects, or equal numbers or strings. One that is made anew for each call with
+    other values is another one each time, and of those with the same code the 1st, 2nd, 4th, ...
+    is checked. Nothing is kept alive.
+    """
+
+    def __init__(self) -> None:
+        # By what identifies a function: references, whose own identities these are, and the count.
+        self._counts: dict[Any, tuple[Any, float]] = {}
+
+    def check(
+        self, objective: Objective, targets: list[Any] | None, verify: bool | None
+    ) -> LossCheck | None:
+        """What checks the loss function in this call, if that is due or asked for."""
+        function = objective.loss_fn.function
+        if verify is False:
+            self._add(function, math.inf)
+        if verify is False or objective.m == 1 or (verify is None and objective.loss_fn.exact):
+            return None
+        if verify is None:
+            _, code, *keys = _keys(function)
+            made, before = self._count(code), max(map(self._count, keys))
+            following = (before or made) + 1
+            if made == math.inf or int(following) & int(following) - 1:
+                self._add(function, 1)
+                return None
+        return LossCheck(objective, targets, asked=bool(verify))
+
+    def compare(self, check: LossCheck, *, draws: bool) -> None:
+        """Checks the loss function, unless it ``draws`` random numbers; warns once of each."""
+        function = check.objective.loss_fn.function
+        found = None if draws else check.compare()
+        if found is not None:
+            references, code, *_ = _keys(function)
+            unchecked = "unchecked", code
+            if found.wrong or unchecked not in self._counts:
+                warnings.warn(found.text, stacklevel=outside())
+            if not found.wrong:
+                self._counts[unchecked] = references, 1
+        self._add(function, math.inf if found is not None and found.wrong else 1)
+
+    def _count(self, key: Any) -> float:
+        return self._counts[key][1] if key in self._counts else 0
+
+    def _add(self, function: Any, more: float) -> None:
+        references, code, *keys = _keys(function)
+        before = max(map(self._count, keys))
+        made = self._count(code) + (more if not before or more == math.inf else 0)
+        for key, count in ((code, made), *((key, before + more) for key in keys)):
+            self._counts.pop(key, None)  # to the end
+            self._counts[key] = references, count
+        while len(self._counts) > _MOST_COUNTS:
+            del self._counts[next(iter(self._counts))]
+
+
+def _keys(function: Any) -> tuple[Any, Any, Any, Any]:
+    """References to a function, and what identifies its code, itself, and it with its values."""
+    code, values = _parts(function)
+    references = [_reference(part) for part in (function, *code, *values)]
+    one, *each = [(type(r), r) if isinstance(r, SIMPLE) else id(r) for r in references]
+    return references, ("code", *each[: len(code)]), ("object", one), ("values", *each)
+
+
+def _parts(function: Any) -> tuple[list[Any], list[Any]]:
+    """The code of a function, and what else makes one that is defined anew another or the same."""
+    if isinstance(function, FunctionType):
+        cells = [_contents(cell) for cell in function.__closure__ or ()]
+        keywords = (function.__kwdefaults__ or {}).values()
+        return [function.__code__], [*cells, *(function.__defaults__ or ()), *keywords]
+    if isinstance(function, MethodType):
+        code, values = _parts(function.__func__)
+        return [*code, type(function.__self__)], [*values, function.__self__]
+    if isinstance(function, partial):
+        code, values = _parts(function.func)
+        return code, [*values, *function.args, *function.keywords.values()]
+    builtin = isinstance(function, BuiltinFunctionType)
+    return [function if builtin else type(function)], [function]
+
+
+def _contents(cell: Any) -> Any:
+    try:
+        return cell.cell_contents
+    except ValueError:  # it is assigned only later
+        return None
+
+
+def _reference(part: Any) -> Any:
+    if isinstance(part, SIMPLE):
+        return part
+    try:
+        return weakref.ref(part)
+    except TypeError:  # there are none to lists, say
+        return object()
+
+
+class LossCheck:
+    """Compares the loss of a mini-batch with that of its micro-batches.
+
+    If it was ``asked`` for, an exception of ``loss_fn``, or outputs that cannot be put together, is
+    the caller's to know.
+    """
+
+    def __init__(self, objective: Objective, targets: list[Any] | None, *, asked: bool) -> None:
+        self.objective, self._asked = objective, asked
+        self._kept: dict[int, tuple[Any, Any]] = {}
+        self._bytes = 0
+        # What all micro-batches have in common was not cut, and is not to be put together.
+        first, second = [flatten(target)[0] for target in (targets or [(), ()])[:2]]
+        self._common = [a is b for a, b in zip(first, second, strict=False)]
+
+    def keep(self, i: int, output: Any, target: Any) -> tuple[Any, Any] | None:
+        """Keeps what the loss function is going to be given, as long as there is room."""
+        size = sum(tensor.nbytes for tensor in tensors_in(output))
+        if len(self._kept) < 2 or self._bytes + size <= _MOST:
+            self._bytes += size
+            self._kept[i] = map_tensors(lambda ts: [t.detach().clone() for t in ts], output), target
+        return self._kept.get(i)
+
+    @torch.no_grad()
+    def compare(self) -> Finding | None:
+        """What is wrong with the loss, by more than rounding; or why that cannot be said."""
+        objective = self.objective
+        if objective.came_with_weights and not self._asked:
+            return None  # somebody has thought about it
+        counted = objective.adds_up or objective.loss_fn.weigh is not None
+        if self._by_the_model():
+            return None if counted else Finding(_BY_THE_MODEL, True)
+        error: Exception | None = None
+        wrong: float | None = None
+        for along in self._batch_dimensions():
+            try:
+                found = self._whole(along)
+            except Exception as failed:
+                error = error or failed
+                continue
+            if (
+                type(found) is not Tensor
+                or found.device.type == "meta"
+                or self._agrees(found, along)
+            ):
+                return None
+            wrong = float(found) if wrong is None else wrong
+        if wrong is not None:
+            return Finding(self._wrong(wrong), True)
+        if self._asked and error is not None:
+            raise error
+        return None if counted or error is None else Finding(_unchecked(error), False)
+
+    def _by_the_model(self) -> bool:
+        """Whether the loss is in the outputs already, and was not made of the others."""
+        i, (output, target) = next(iter(self._kept.items()))
+        loss = self.objective.noted(i)[0]
+        if not any(t.dim() == 0 and t.equal(loss) for t in tensors_in(output)):
+            return False
+        others = map_tensors(
+            lambda ts: [t if t.dim() else torch.full_like(t, math.nan) for t in ts], output
+        )
+        try:
+            return not math.isfinite(self._called((others, target)))
+        except Exception:
+            return True
+
+    def _batch_dimensions(self) -> list[list[int]]:
+        """Where samples of the outputs may be: a dimension of each tensor, the likeliest first."""
+        sizes = [self.objective.sizes[i] for i in self._kept]
+        columns = zip(*(tensors_in(output) for output, _ in self._kept.values()), strict=False)
+        fitting = [
+            [
+                d
+                for d in range(min(t.dim() for t in column))
+                if [t.shape[d] for t in column] == sizes
+            ]
+            or [0]
+            for column in columns
+        ]
+        found = [[fit[0] for fit in fitting], [fit[-1] for fit in fitting], [0] * len(fitting)]
+        return [along for k, along in enumerate(found) if along not in found[:k]]
+
+    def _whole(self, along: list[int]) -> Any:
+        """What the loss function gives for all at once, whose samples are ``along`` dimensions.
+
+        What has no dimensions was made of a micro-batch: it is combined as losses are.
+        """
+        outputs, targets = zip(*self._kept.values(), strict=True)
+
+        def samples_first(tensors: list[Tensor]) -> list[Tensor]:
+            each = zip(tensors, along, strict=True)
+            return [t.movedim(d, 0) if t.dim() else t.reshape(1) for t, d in each]
+
+        def as_they_were(tensors: list[Tensor]) -> list[Tensor]:
+            each = zip(tensors, along, tensors_in(outputs[0]), strict=True)
+            return [
+                t.movedim(0, d) if like.dim() else self.objective.combined([*t], [*self._kept])
+                for t, d, like in each
+            ]
+
+        output = gather([map_tensors(samples_first, output) for output in outputs])
+        leaves, structure = flatten(gather(list(targets)))
+        if any(self._common):
+            shared = zip(self._common, flatten(targets[0])[0], leaves, strict=True)
+            leaves = [first if common else joined for common, first, joined in shared]
+        return self._called((map_tensors(as_they_were, output), unflatten(leaves, structure)))
+
+    def _called(self, given: tuple[Any, Any]) -> Any:
+        """What the loss function gives once more, which must not count, also in a metric."""
+        modules = _modules_of(self.objective.loss_fn.function)
+        call = torch.no_grad()(self.objective.call)
+        result = undisturbed(lambda: unchanged(nn.ModuleList(modules), lambda: call(given)))
+        return result[0] if isinstance(result, tuple) else result
+
+    def _agrees(self, found: Tensor, along: list[int]) -> bool:
+        """Whether a loss is the one that was put together; or one of which nothing can be said."""
+        whole, parts = float(found), float(self.objective.loss([*self._kept]))
+        rounding = _ROUNDING.get(found.dtype, 2e-2) * abs(whole)
+        if not math.isfinite(whole) or abs(whole - parts) <= rounding:  # parts may be nan
+            return True
+        return self._goes_away(abs(whole - parts), along)
+
+    def _goes_away(self, difference: float, along: list[int]) -> bool:
+        """Whether a difference is rounding after all, which numbers of more digits have less of.
+
+        A loss of about zero is the sum of larger numbers, and relative to itself it is far off.
+        """
+        kept = self._kept
+        try:
+            self._kept = {i: map_tensors(_in_double, given) for i, given in kept.items()}
+            losses = list(map(self._called, self._kept.values()))
+            parts = self.objective.loss([*kept], losses)
+            return abs(float(self._whole(along)) - float(parts)) <= 1e-3 * difference
+        except Exception:  # there are no such numbers on this device, or in this loss
+            return False
+        finally:
+            self._kept = kept
+
+    def _wrong(self, whole: float) -> str:
+        reason = (
+            f"it is no mean over samples. A mean over what is not masked needs {_WEIGHT}; a sum "
+            "over samples needs loss_reduction='sum'"
+        )
+        if self.objective.adds_up:
+            reason = "it is no sum over samples. A mean over them needs loss_reduction='mean'"
+        parts = float(self.objective.loss([*self._kept]))
+        return (
+            f"loss_fn gives {whole:.6g} for {len(self._kept)} micro-batches at once, but put "
+            f"together from each of them the loss is {parts:.6g}, and gradients are off likewise: "
+            f"{reason}; a loss that compares samples needs them all, as loss_fn(pipe(input), "
+            "target). If it is meant to be so: verify=False"
+        )
+
+
+def _modules_of(function: Any) -> list[nn.Module]:
+    """What a loss function changes, as far as one sees: itself, metrics that it has or names."""
+    code, values = _parts(function)
+    objects = [value for value in values if hasattr(value, "__dict__")]
+    children = [value._modules for value in values if isinstance(value, nn.Module)]
+    held = [*values, *map(dict, map(vars, objects)), *children]
+    named = getattr(function, "__globals__", {})
+    held += [named.get(name) for name in getattr(code[0], "co_names", ())]
+    found = [value for each in held for value in (each.values() if type(each) is dict else [each])]
+    modules = [each for each in found if isinstance(each, nn.Module)]
+    return [m for m in modules if m is function or next(m.parameters(), None) is None]
+
+
+def _unchecked(error: Exception) -> str:
+    return (
+        "loss_fn is not checked, because it cannot get several micro-batches at once "
+        f"({type(error).__name__}: {error}). It is taken for a mean over samples. One over "
+        f"something else, such as what is not masked, needs {_WEIGHT}. If it is one over samples: "
+        "verify=False"
+    )
+
+
+def _in_double(tensors: list[Tensor]) -> list[Tensor]:
+    return [t.to(torch.float64, copy=True) if t.is_floating_point() else t for t in tensors]

@@ -1,0 +1,248 @@
+"""What is known of a loss function before it is called, and what it returns.
+
+``F.mse_loss`` and other means over elements count by the elements of the output,
+``F.cross_entropy`` by what can be counted from the target alone. For functions of which nothing is
+known the caller says how to count (``weight=``, ``loss_reduction=``).
+"""
+
+from __future__ import annotations
+
+import math
+import numbers
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from syncpipe.data import described
+from syncpipe.runtime.errors import annotate
+
+Weight = float | Tensor
+_REDUCTIONS = ("mean", "sum")
+#: By modules and functions: what computes the loss.
+_COUNTED = {nn.CrossEntropyLoss: F.cross_entropy, nn.NLLLoss: F.nll_loss}
+_BY_ELEMENTS = {
+    nn.MSELoss: F.mse_loss, nn.L1Loss: F.l1_loss, nn.SmoothL1Loss: F.smooth_l1_loss,
+    nn.HuberLoss: F.huber_loss, nn.BCELoss: F.binary_cross_entropy,
+    nn.BCEWithLogitsLoss: F.binary_cross_entropy_with_logits, nn.KLDivLoss: F.kl_div,
+    nn.PoissonNLLLoss: F.poisson_nll_loss, nn.SoftMarginLoss: F.soft_margin_loss,
+    nn.HingeEmbeddingLoss: F.hinge_embedding_loss,
+}  # fmt: skip
+_FUNCTIONS = _COUNTED | _BY_ELEMENTS
+
+
+@dataclass(frozen=True)
+class Loss:
+    """A loss function, and how the losses of micro-batches become that of the mini-batch.
+
+    ``weigh`` gives the weight of a micro-batch from its target, or has a number for each; None: by
+    ``count``, a function of output and target, or by samples. ``exact``: it is known that the
+    result is the mini-batch's.
+    """
+
+    function: Callable[..., Any]
+    reduction: str = "mean"
+    weigh: Callable[[Any], Any] | tuple[Any, ...] | None = None
+    count: Callable[[Any, Any], int | None] | None = None
+    exact: bool = False
+
+    def call(self, given: tuple[Any, Any]) -> Any:
+        output, target = given
+        return self.function(output) if target is None else self.function(output, target)
+
+    @property
+    def draws(self) -> int | None:
+        """0 if it is one of PyTorch's that never draw, without hooks, which might; else None."""
+        function: Any = self.function
+        hooked = isinstance(function, nn.Module) and (
+            function._forward_hooks or function._forward_pre_hooks
+        )
+        return 0 if self.exact and not hooked else None
+
+    def weight(self, i: int, target: Any) -> Weight | None:
+        """How much micro-batch ``i`` counts by its target; None: not by that."""
+        if self.weigh is None:
+            return None
+        if isinstance(self.weigh, tuple):
+            return _number(self.weigh[i], "weight gave")
+        try:
+            with torch.no_grad():
+                found = self.weigh(target)
+        except BaseException as error:
+            annotate(error, f"in weight, for the target of micro-batch {i}")
+            raise
+        return None if found is None and self.exact else _number(found, "weight returned")
+
+    def total(self, targets: Sequence[Any] | None, samples: int | None) -> int | None:
+        """The weight of a mini-batch without ``weigh``, as far as targets and samples tell it."""
+        if self.count is None:
+            return samples
+        counts = [self.count(target, target) for target in targets or ()]
+        return sum(filter(None, counts)) or None
+
+
+def known_loss(
+    loss_fn: Any, reduction: str | None, weight: Callable[[Any], Any] | Sequence[Any] | None
+) -> Loss:
+    """What is known of a loss function before it is called, from the arguments of the same names.
+
+    Raises:
+        TypeError: ``loss_fn`` or ``weight`` is nothing of the kind.
+        ValueError: they contradict each other.
+    """
+    if loss_fn is None:
+        raise TypeError("loss_fn is missing: write train_batch(input, target, loss_fn=...)")
+    if isinstance(loss_fn, type) and issubclass(loss_fn, nn.Module):
+        raise TypeError(
+            f"loss_fn={loss_fn.__name__} is a class, and calling it makes a module: give an "
+            f"instance, loss_fn={loss_fn.__name__}(...)"
+        )
+    if not callable(loss_fn):
+        raise TypeError(
+            f"loss_fn must be callable, as loss_fn(output, target), not {type(loss_fn).__name__}"
+        )
+    if reduction is not None and reduction not in _REDUCTIONS:
+        raise ValueError(
+            f"loss_reduction={reduction!r}: must be one of 'mean', 'sum', "
+            "whichever loss_fn does over the samples of a micro-batch"
+        )
+    function, options = _opened(loss_fn)
+    said = options.get("reduction")
+    of_torch = type(loss_fn).__module__.startswith("torch.nn.modules")
+    if said == "none" and (of_torch or isinstance(loss_fn, partial)):
+        raise ValueError(
+            "loss_fn has reduction='none', which gives a loss for each sample, and a loss is one "
+            "number: use reduction='mean' or reduction='sum'"
+        )
+    if said not in _REDUCTIONS:
+        said = None
+    if reduction is not None and said is not None and reduction != said:
+        raise ValueError(
+            f"loss_reduction={reduction!r}, but loss_fn has reduction={said!r}: leave out "
+            "loss_reduction, or make both the same"
+        )
+    reduction = reduction or said or "mean"
+    if weight is None:
+        exact = function in _FUNCTIONS.values() and not {"size_average", "reduce"} & set(options)
+        weigh = count = None
+        if exact and reduction == "mean" and function in _COUNTED.values():
+            weigh = partial(_kept, options.get("weight"), options.get("ignore_index"))
+        elif exact and reduction == "mean":
+            count = _rows if options.get("reduction") == "batchmean" else _elements
+        return Loss(loss_fn, reduction, weigh, count, exact)
+    if reduction == "sum":
+        raise ValueError(
+            "weight is for losses that are means, but that of loss_fn is a sum (loss_reduction or "
+            "its own reduction is 'sum'), which micro-batches add up to: leave one of them out"
+        )
+    if callable(weight):
+        return Loss(loss_fn, reduction, weight)
+    if isinstance(weight, Sequence | Tensor) and not isinstance(weight, str):
+        return Loss(loss_fn, reduction, tuple(weight))
+    raise TypeError(
+        "weight must be a function of the target, or a number for each micro-batch, not "
+        f"{type(weight).__name__}"
+    )
+
+
+def _opened(loss_fn: Any) -> tuple[Any, dict[str, Any]]:
+    """What computes a loss, a function or a class of modules, and its options."""
+    while (compiled := getattr(loss_fn, "_orig_mod", None)) is not None:
+        loss_fn = compiled
+    if isinstance(loss_fn, partial):
+        return (loss_fn.func if not loss_fn.args else None), loss_fn.keywords
+    if not isinstance(loss_fn, nn.Module):
+        return loss_fn, {}
+    options = vars(loss_fn) | loss_fn._buffers
+    kind: Any = type(loss_fn) if "forward" not in options else None
+    return _FUNCTIONS.get(kind, kind), options
+
+
+def _kept(weight: Tensor | None, ignored: int | None, target: Any) -> Any:
+    """By what ``F.cross_entropy`` and ``F.nll_loss`` divide; None: by samples."""
+    if type(target) is not Tensor:
+        return None
+    if target.is_floating_point():  # probabilities of classes
+        return target.numel() // max(1, target.shape[1 if target.dim() > 1 else 0])
+    kept = target != (-100 if ignored is None else ignored)
+    if weight is None:
+        return kept.sum()
+    target, kept = target.to(weight.device), kept.to(weight.device)
+    there = kept & (target >= 0) & (target < len(weight))  # others the loss will refuse
+    return (weight[torch.where(there, target, 0)] * there).sum()
+
+
+def _elements(output: Any, target: Any) -> int | None:
+    """Over how many elements a mean of PyTorch's goes."""
+    if not isinstance(output, Tensor):
+        return None
+    if not isinstance(target, Tensor) or target.shape == output.shape:
+        return output.numel()
+    shape: Any = torch.broadcast_shapes(output.shape, target.shape)  # type: ignore[no-untyped-call]
+    return int(math.prod(shape))
+
+
+def _rows(output: Any, target: Any) -> int | None:
+    return len(output) if isinstance(output, Tensor) and output.dim() else None
+
+
+def _number(weight: Any, what: str) -> Weight:
+    """A weight as a number, or as a tensor if it is on a device that should not be waited for."""
+    if isinstance(weight, Tensor):
+        if weight.numel() != 1 or weight.requires_grad:
+            kind = "which requires grad" if weight.requires_grad else "not one number"
+            raise ValueError(
+                f"{what} a weight {described(weight)}, {kind}; a weight is one number, such as "
+                "the number of tokens, and no gradient goes through it"
+            )
+        if type(weight) is not Tensor or weight.device.type != "cpu":
+            return weight.detach().reshape(())
+        weight = weight.item()
+    if not isinstance(weight, numbers.Real):
+        raise TypeError(f"{what} a weight of type {type(weight).__name__}: not a number")
+    value = float(weight)
+    if not 0 <= value < math.inf:
+        raise ValueError(f"{what} a weight of {value}: it must be a finite number, at least 0")
+    return value
+
+
+class Returned(NamedTuple):
+    """What a loss function returned for a micro-batch; ``kind`` says in words what that is."""
+
+    loss: Tensor
+    weight: Weight | None
+    metrics: dict[str, Any]
+    kind: str
+
+
+def parse(result: Any) -> Returned:
+    """Takes apart what a loss function returned (TypeError, ValueError if that is no loss)."""
+    metrics: dict[str, Any] = {}
+    parts = list(result) if isinstance(result, tuple) else [result]
+    if len(parts) > 1 and isinstance(parts[-1], dict):
+        metrics = parts.pop()
+    if len(parts) > 2:
+        raise ValueError(
+            f"loss_fn returned a tuple of {len(result)}; it returns a loss, (loss, weight), "
+            "(loss, metrics) or (loss, weight, metrics), with metrics in a dict"
+        )
+    loss = parts[0]
+    if not isinstance(loss, Tensor):
+        raise TypeError(
+            f"loss_fn returned {type(loss).__name__}; it returns the loss of the micro-batch "
+            "as a tensor, or (loss, weight)"
+        )
+    if loss.numel() != 1 or not loss.is_floating_point():
+        raise ValueError(
+            f"loss_fn returned {described(loss)}; a loss is one floating-point number: reduce "
+            "it by .mean(), or by .sum() together with loss_reduction='sum'"
+        )
+    weight = _number(parts[1], "loss_fn returned") if len(parts) == 2 else None
+    kind = "a loss" if weight is None else "a loss with a weight"
+    if metrics:
+        kind += f" and metrics {sorted(map(str, metrics))}"
+    return Returned(loss if loss.dim() == 0 else loss.reshape(()), weight, metrics, kind)
