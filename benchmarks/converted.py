@@ -27,7 +27,7 @@ from syncpipe.layers.conversion.sequential import Converted
 
 __all__ = ["DOCUMENTED", "MODELS", "Model"]
 
-PACKAGES = ("torchvision", "timm", "transformers")
+PACKAGES = ("torchvision", "timm", "transformers", "diffusers")
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 
 
@@ -120,6 +120,34 @@ def _hf(kind: str, config: str, sample: Callable[[int], Arguments], **options: A
     return Model("transformers", lambda m: getattr(m, kind)(getattr(m, config)(**options)), sample)
 
 
+def _diffusion(kind: str, sample: Callable[[int], Arguments], **options: Any) -> Model:
+    return Model("diffusers", lambda m: getattr(m, kind)(**options), sample)
+
+
+def _latents(*, text: int = 0, size: int = 8, **more: Callable[[int], Tensor]) -> Any:
+    """Images, times, and what the model takes besides; ``text``: of so many numbers a token."""
+
+    def sample(batch: int) -> Arguments:
+        kwargs: dict[str, Any] = {name: make(batch) for name, make in more.items()}
+        kwargs |= {"timestep": torch.arange(1, batch + 1), "return_dict": False}
+        if text:
+            kwargs["encoder_hidden_states"] = torch.randn(batch, 5, text)
+        return (torch.randn(batch, 4, size, size),), kwargs
+
+    return sample
+
+
+def _packed_latents(batch: int) -> Arguments:
+    sizes = {
+        "hidden_states": (16, 4),
+        "encoder_hidden_states": (5, 16),
+        "pooled_projections": (16,),
+    }
+    kwargs: dict[str, Any] = {name: torch.randn(batch, *size) for name, size in sizes.items()}
+    places = {"img_ids": torch.rand(16, 3), "txt_ids": torch.rand(5, 3)}
+    return (), {**kwargs, **places, "timestep": torch.rand(batch), "return_dict": False}
+
+
 def _decoder(name: str, **options: Any) -> Model:
     return _hf(f"{name}ForCausalLM", f"{name}Config", _ids(mask=True, use_cache=False), **options)
 
@@ -146,10 +174,33 @@ DOCUMENTED: dict[str, Model] = {
     ),
     "HF Llama (mask)": _decoder("Llama", **_BERT, num_key_value_heads=2),
     "HF T5 encoder (mask)": _hf("T5EncoderModel", "T5Config", _ids(mask=True), **_T5),
+    "diffusers DiT": _diffusion(
+        "DiTTransformer2DModel", _latents(class_labels=torch.arange), num_attention_heads=2,
+        attention_head_dim=8, in_channels=4, num_layers=3, sample_size=8, patch_size=2,
+        num_embeds_ada_norm=10,
+    ),
+    "diffusers SD3": _diffusion(
+        "SD3Transformer2DModel",
+        _latents(text=16, pooled_projections=lambda batch: torch.randn(batch, 16)),
+        sample_size=8, patch_size=2, in_channels=4, num_layers=2, attention_head_dim=8,
+        num_attention_heads=2, joint_attention_dim=16, caption_projection_dim=16,
+        pooled_projection_dim=16, out_channels=4,
+    ),
+    "diffusers FLUX": _diffusion(
+        "FluxTransformer2DModel", _packed_latents, patch_size=1, in_channels=4, num_layers=1,
+        num_single_layers=2, attention_head_dim=16, num_attention_heads=2,
+        joint_attention_dim=16, pooled_projection_dim=16, axes_dims_rope=[4, 4, 8],
+    ),
 }  # fmt: skip
 
 MODELS: dict[str, Model] = {
     **DOCUMENTED,
+    "diffusers UNet (Stable Diffusion)": _diffusion(
+        "UNet2DConditionModel", _latents(text=8), sample_size=8, in_channels=4, out_channels=4,
+        layers_per_block=1, block_out_channels=(8, 16), norm_num_groups=4, cross_attention_dim=8,
+        attention_head_dim=4, down_block_types=("DownBlock2D", "CrossAttnDownBlock2D"),
+        up_block_types=("CrossAttnUpBlock2D", "UpBlock2D"),
+    ),
     "torchvision ResNet-18": _vision("resnet18"),
     "torchvision ResNeXt-50": _vision("resnext50_32x4d"),
     "torchvision VGG-11 (BN)": _vision("vgg11_bn"),
@@ -253,10 +304,11 @@ def loss_of(output: Any) -> Tensor:
 
 
 def chunked(args: tuple[Any, ...], kwargs: dict[str, Any], i: int) -> Arguments:
-    """The arguments of one of two micro-batches."""
+    """The arguments of one of two micro-batches: cut is what has the size of the first tensor."""
+    size = len(tensors_in((args, kwargs))[0])
 
     def cut(value: Any) -> Any:
-        return value.chunk(2)[i] if isinstance(value, Tensor) else value
+        return value.chunk(2)[i] if isinstance(value, Tensor) and len(value) == size else value
 
     return tuple(map(cut, args)), {name: cut(value) for name, value in kwargs.items()}
 
