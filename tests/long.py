@@ -32,7 +32,8 @@ def parts(quick: bool) -> dict[str, tuple[Sequence[str], dict[str, str]]]:
     """For each part its command, and what it adds to the environment."""
     python, sim = sys.executable, {"SYNCPIPE_SIMULATED": "1"}
     models, simulated_models, steps = ("20", "10", "20") if quick else ("5000", "1500", "1000")
-    words = ["runtime/engine"] if quick else []
+    words, meshes = (["runtime/engine"], "4") if quick else ([], "300")
+    random_meshes = [*_PYTEST, "tests/distributed/stages/test_random_meshes.py"]
     fuzz = ["--seed", "24", "--models"]
     return {
         "fuzz": ([python, "-m", "tests.fuzz", *fuzz, models], {}),
@@ -40,6 +41,7 @@ def parts(quick: bool) -> dict[str, tuple[Sequence[str], dict[str, str]]]:
         "simulated": ([python, "-m", "tests.simulated.fuzz", *fuzz, simulated_models], {}),
         "leaks": ([*_PYTEST, *_STEPS, "-k", "steps or nothing"], {**sim, "SYNCPIPE_STEPS": steps}),
         "mutations": ([python, "-m", "tests.mutations", *words], {}),
+        "meshes": (random_meshes, {"SYNCPIPE_MESHES": meshes}),
     }
 
 

@@ -11,6 +11,7 @@ import importlib
 import os
 import re
 import runpy
+import socket
 import subprocess
 import sys
 from importlib.util import find_spec
@@ -149,15 +150,32 @@ GLOO = torch.distributed.is_available() and torch.distributed.is_gloo_available(
 needs_gloo = pytest.mark.skipif(not GLOO, reason="needs gloo")
 
 
-def losses_of(folder: Path, *command: str) -> list[float]:
-    """The losses that a script prints under torchrun."""
-    done = subprocess.run(
-        [sys.executable, "-m", "torch.distributed.run", "--standalone", *command],
-        cwd=folder, capture_output=True, text=True, timeout=800, check=False,
-        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    return [float(found) for found in re.findall(r"epoch \d: loss ([\d.]+)", done.stdout)]
+def losses_of(folder: Path, *command: str, nodes: int = 1) -> list[float]:
+    """The losses that a script prints under torchrun, on machines that are this one."""
+    how = ["--standalone"]
+    if nodes > 1:
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            endpoint = f"127.0.0.1:{free.getsockname()[1]}"
+        how = ["--nnodes", str(nodes), "--rdzv-backend", "c10d", "--rdzv-endpoint", endpoint]
+        how += ["--rdzv-id", "docs", "--local-addr", "127.0.0.1"]
+    running = [
+        subprocess.Popen(
+            [sys.executable, "-m", "torch.distributed.run", *how, *command],
+            cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+            env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+        )
+        for _ in range(nodes)
+    ]  # fmt: skip
+    try:
+        said = [each.communicate(timeout=800) for each in running]
+    finally:
+        for each in running:
+            each.kill()
+    for each, (_, errors) in zip(running, said, strict=True):
+        assert each.returncode == 0, errors
+    output = "".join(output for output, _ in said)
+    return [float(found) for found in re.findall(r"epoch \d: loss ([\d.]+)", output)]
 
 
 @needs_gloo
@@ -172,8 +190,8 @@ def test_the_script_of_the_page_about_data_parallel_pipes_trains(tmp_path):
 
 
 @needs_gloo
-def test_the_script_of_the_page_about_stages_trains_on_four_ranks(tmp_path):
+def test_the_script_of_the_page_about_stages_trains_on_two_nodes_of_two_processes(tmp_path):
     pytest.importorskip("sklearn")
     script = str(ROOT / "docs" / "train_stages.py")
-    (loss,) = losses_of(tmp_path, "--nproc-per-node", "4", script, "1")
+    (loss,) = losses_of(tmp_path, "--nproc-per-node", "2", script, "1", nodes=2)
     assert loss < 1.5  # of ten classes; it begins at 2.3

@@ -116,6 +116,7 @@ class _Checked:
         target: Any = None,
         losses: list[Any] | None = None,
         return_outputs: bool = True,
+        global_loss: bool = False,
         **kwargs: Any,
     ) -> Any:
         """Runs a mini-batch; called on all ranks, with the same arguments if you like.
@@ -127,6 +128,8 @@ class _Checked:
             losses: a list, which then holds those of the micro-batches, detached, on the rank of
                 the last stage; each with its share, so that their sum is the mini-batch's.
             return_outputs: whether to return the outputs.
+            global_loss: whether ``losses`` are there on all ranks, and the means of all ranks of
+                ``data_parallel``.
             kwargs: keyword arguments of a model made by ``syncpipe.sequential``.
 
         Returns:
@@ -136,7 +139,7 @@ class _Checked:
             TypeError, ValueError: the arguments do not fit. Where all ranks refuse, all can go on.
             RuntimeError: another rank has failed, refused its arguments or does something else.
         """
-        return self._mini_batch("step", losses, (args, kwargs, target), return_outputs)
+        return self._mini_batch("step", losses, (args, kwargs, target), return_outputs, global_loss)
 
     def eval(
         self,
@@ -144,22 +147,27 @@ class _Checked:
         target: Any = None,
         losses: list[Any] | None = None,
         return_outputs: bool = True,
+        global_loss: bool = False,
         **kwargs: Any,
     ) -> Any:
         """Runs forward only. Arguments, outputs and errors are those of :meth:`step`."""
-        return self._mini_batch("eval", losses, (args, kwargs, target), return_outputs)
+        return self._mini_batch("eval", losses, (args, kwargs, target), return_outputs, global_loss)
 
     def _mini_batch(
-        self, what: str, losses: list[Any] | None, given: tuple[Any, Any, Any], keep: bool
-    ) -> Any:
+        self, what: str, losses: list[Any] | None, given: tuple[Any, Any, Any], keep: bool,
+        global_loss: bool,
+    ) -> Any:  # fmt: skip
         (owner, name, m, loss), index = self._of, torch.arange(self._of[2])  # what PyTorch cuts
         backward = what == "step" and loss is not None
         under = "".join(f" under autocast of {kind} to {dtype}" for kind, dtype in owner.autocast())
         words = f"{what}() of {name!r} with {m} micro-batches{under}"
+        words += " and a global loss" if global_loss else ""
         with owner._together(what).call(words):
             self._check_modules()
             if backward and not torch.is_grad_enabled():
                 raise RuntimeError("step() needs gradients, but grad mode is off: use eval()")
+            if global_loss and (losses is None or loss is None):
+                raise ValueError("global_loss=True is for losses=[], a list, and a loss_fn")
             batch = self._begun(given, backward, keep)
             owner.peers.sent = True
             owner.connect()
@@ -186,10 +194,13 @@ class _Checked:
                 torch.set_autocast_cache_enabled(cached)
                 for part in owner.parts.values():
                     part.inputs, part.head = [], None
-        self.metrics = None
+            self.metrics = None if owner.last is None else batch.finish(losses)
+            if global_loss and losses is not None:
+                everywhere = batch.losses_of_all(losses)
+                owner.broadcast(everywhere)
+                losses[:] = everywhere.unbind()
         if owner.last is None:
             return None
-        self.metrics = batch.finish(losses)
         return gather(batch.outputs) if keep else None
 
     def _schedule(self) -> Any:
@@ -241,11 +252,10 @@ class _Checked:
 
     def _factor(self, batch: _MiniBatch) -> Tensor:
         """By what gradients are multiplied where weights came with the losses, on all ranks."""
-        owner, source = self._of[0], len(self._of[0].balance) - 1
-        factor = batch.factor().double() if owner.last is not None else torch.ones(1).double()
-        factor = factor.to(owner.device).reshape(1)
-        rank = dist.get_global_rank(owner._group, owner._rank_of[source])
-        owner.peers.wait(dist.broadcast(factor, rank, owner._group, async_op=True), factor)
+        owner = self._of[0]
+        factor = batch.factor() if owner.last is not None else torch.ones(1)
+        factor = factor.to(owner.device, torch.float64, copy=True).reshape(1)
+        owner.broadcast(factor)
         return factor.float()
 
 
@@ -257,6 +267,7 @@ class _MiniBatch(Source):
 
     _objective: Objective | None = None
     _check: LossCheck | None = None
+    _by: Tensor | None = None
 
     def __init__(
         self, owner: Any, m: int, loss: Loss | None, group: dist.ProcessGroup | None,
@@ -358,7 +369,11 @@ class _MiniBatch(Source):
             mean /= dist.get_world_size(self._group)
         return mean
 
-    _by: Tensor | None = None
+    def losses_of_all(self, losses: list[Any]) -> Tensor:
+        """The losses as one tensor, with those of other ranks of this stage; elsewhere room."""
+        if self._owner.last is None:
+            return torch.zeros(self.m, device=self._owner.device)
+        return self._mean(torch.stack(losses))
 
     def finish(self, losses: list[Any] | None) -> dict[str, Any] | None:
         """Gives the losses, and returns the metrics."""

@@ -495,6 +495,11 @@ class Stages(ModelNames):
         everywhere = torch.stack(rows)
         return torch.linalg.vector_norm(everywhere, norm_type)  # type: ignore[no-any-return]
 
+    def broadcast(self, tensor: Tensor) -> None:
+        """Gives all ranks of the pipeline the values of that of the last stage."""
+        rank = dist.get_global_rank(self._group, self._rank_of[-1])
+        self.peers.wait(dist.broadcast(tensor, rank, self._group, async_op=True), tensor)
+
     @contextmanager
     def gradients(self, factor: Callable[[], Tensor] | None) -> Iterator[None]:
         """The gradients of a step become those of all ranks that hold the weight.

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 from contextlib import nullcontext
 from typing import Any
@@ -200,9 +201,10 @@ def cases(first: int, last: int) -> dict[int, str]:
 
 
 def test_random_meshes_are_right_or_refused(four):
-    found = four.run(cases, 0, 40)
+    count = int(os.environ.get("SYNCPIPE_MESHES", "40"))
+    found = four.run(cases, 0, count)
     for k in found[0]:
         said = {each[k] for each in found}
         assert said <= {"", "refused"}, (drawn(k), said)
     refused = sum(each == "refused" for each in found[0].values())
-    assert refused < 15
+    assert refused <= count * 0.4
