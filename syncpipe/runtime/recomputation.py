@@ -14,8 +14,8 @@ second one computes from what the first one used, and leaves no trace. Of what i
 * of larger ones versions tell. Those that the last call changed are copied. A cell that changes
   another one keeps its graph instead of being recomputed, and cells before it, which read that, are
   refused. What the first cell of a call changes without a trace is found by sums over its memory.
-* the weight of ``nn.Embedding(max_norm=...)`` may be changed by forwards, for the rows that a cell
-  used stay what they were; its recomputation changes no row again.
+* the weight of ``nn.Embedding(max_norm=...)`` may be changed by forwards. The rows that a cell used
+  are noted, and put back while it is recomputed, which changes no row.
 
 All threads see what is in a module, so forwards and recomputations of such a stage take its lock. A
 pipe inside a layer is covered by the lock of the outermost stage: that comes before random state.
@@ -29,6 +29,7 @@ from contextvars import ContextVar
 from functools import partial
 from itertools import filterfalse
 from operator import attrgetter
+from types import MethodType
 from typing import Any, NamedTuple, cast
 from weakref import WeakValueDictionary
 
@@ -49,7 +50,8 @@ from syncpipe.data import (
 )
 from syncpipe.runtime.errors import annotate
 from syncpipe.runtime.graph import nodes_of
-from syncpipe.runtime.interrupts import Swap, forkable, swapped
+from syncpipe.runtime.interrupts import Swap, forkable, swapped, undone
+from syncpipe.runtime.random_numbers import NoDispatch
 
 _CHECKPOINTING: ContextVar[bool] = ContextVar("syncpipe_checkpointing", default=False)
 _RECOMPUTING: ContextVar[bool] = ContextVar("syncpipe_recomputing", default=False)
@@ -57,6 +59,7 @@ _RECOMPUTING: ContextVar[bool] = ContextVar("syncpipe_recomputing", default=Fals
 OUTERMOST: ContextVar[Any] = ContextVar("syncpipe_stage_lock", default=None)
 
 _Place = tuple[nn.Module, str]
+_Rows = tuple[Tensor, Tensor, Tensor]  # of a weight: which, and what is in them
 SMALL = 1 << 16  #: bytes of a buffer that is copied before each forward
 _VERSION: Callable[[Tensor], int] = attrgetter("_version")
 
@@ -81,6 +84,13 @@ def is_recomputing() -> bool:
 def version_of(tensor: Tensor | None) -> int:
     """How often a tensor has been modified in place."""
     return 0 if tensor is None or tensor.is_inference() else tensor._version
+
+
+def _put_rows(values: list[_Rows]) -> None:
+    """Past version counters: no other cell takes notice."""
+    with NoDispatch():
+        for weight, rows, value in values:
+            weight.data.index_copy_(0, rows, value)
 
 
 def _modified(what: str, where: object, then: int, now: int) -> RuntimeError:
@@ -108,14 +118,48 @@ class Changes:
         self.steady: set[_Place] = set()  #: those that a forward left as they were
         self.follow(list(root.modules()))
 
-    def renorm(self, run: Callable[[], Any]) -> Any:
-        """Runs a forward, and counts how often it modified the parameters of embeddings."""
+    def renorm(self, run: Callable[[], Any], used: list[_Rows] | None) -> Any:
+        """Runs a forward, and counts how often it modified the parameters of embeddings.
+
+        What rows it ``used`` is noted: a row that is as long as it may be is shortened once more,
+        by its last bit, when rounding made it longer.
+        """
         weights: list[Any] = [module.weight for module in self.renorming]
-        before = list(map(version_of, weights))
-        result = run()
+        before, own = list(map(version_of, weights)), [vars(module) for module in self.renorming]
+        forwards = [each["forward"] for each in own if "forward" in each]
+
+        def look(module: Any, input: Tensor, *args: Any, **kwargs: Any) -> Any:
+            output = type(module).forward(module, input, *args, **kwargs)
+            if type(input) is Tensor and used is not None:
+                with NoDispatch():  # it is none of the layer's operations
+                    rows, weight = torch.unique(input), module.weight.detach()
+                    used.append((weight, rows, weight[rows]))
+            return output
+
+        if used is None or forwards:
+            result = run()
+        else:
+
+            def watched() -> Any:
+                for module in self.renorming:
+                    vars(module)["forward"] = MethodType(look, module)
+                return run()
+
+            result = undone(watched, lambda: [each.pop("forward", None) for each in own])
         for weight, then in zip(weights, before, strict=True):
             self.renormed[weight] = self.renormed.get(weight, 0) + version_of(weight) - then
         return result
+
+    def with_rows(self, used: list[_Rows], run: Callable[[], Any]) -> Any:
+        """Runs a forward again, with the rows of embeddings as it used them."""
+        with NoDispatch():
+            before = [(weight, rows, weight[rows]) for weight, rows, _ in used]
+
+        def begin() -> Any:
+            _put_rows(used)
+            return run()
+
+        return undone(begin, partial(_put_rows, before))
 
     def follow(self, modules: list[nn.Module]) -> None:
         """Goes by the modules that there are now: some may have come in since the last call."""

@@ -33,6 +33,7 @@ class Record:
 
     def __init__(self, policy: Selective | None) -> None:
         self.drawn: dict[int, Any] = {}
+        self.rows: list[Any] = []  # of embeddings with max_norm
         self.saved = None if policy is None else (policy.contexts(), deque[list[Tensor]]())
 
 

@@ -43,6 +43,11 @@ _ONE_SAMPLE = (
     "the last micro-batches of a mini-batch may be smaller than the others: use another batch size "
     "or number of chunks, DataLoader(..., drop_last=True), or eval() of this normalisation"
 )
+#: PyTorch's checkpoint cannot run a layer.
+_NO_HOOKS = (
+    "single layers are recomputed by torch.utils.checkpoint, which torch.func in a layer does not "
+    "support: give the stage checkpoint='always', or leave the layer out"
+)
 
 
 class StageRun:
@@ -175,6 +180,8 @@ class StageRun:
             annotate(error, note)
         if "more than 1 value per channel" in str(error):
             annotate(error, _ONE_SAMPLE)
+        if self.stage.whole is not None and "saved tensor hooks" in str(error):
+            annotate(error, _NO_HOOKS)
 
     def locked(self, run: Callable[..., _T], *args: Any) -> _T:
         """Runs something that may touch the buffers of this stage."""

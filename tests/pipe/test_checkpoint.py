@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
@@ -272,3 +273,15 @@ def test_what_a_kernel_writes_into_unseen_is_not_saved(saved, kind, run):
         found.append([p.grad for p in pipe.parameters()])
     if not message:
         assert_same(*found)
+
+
+def test_functions_of_torch_func_name_the_mode_that_can_recompute_them():
+    class Slope(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            return torch.func.grad(lambda x: F.linear(x, self.weight).square().sum())(x)
+
+    layers = nn.Sequential(nn.Linear(3, 3), Slope(3, 3))
+    with pytest.raises(RuntimeError) as caught:
+        forward(Pipe(layers, [2], chunks=2, checkpoint=[1]))
+    assert any("checkpoint='always'" in note for note in caught.value.__notes__)
+    forward(Pipe(layers, [2], chunks=2, checkpoint="always"))

@@ -20,7 +20,16 @@ from syncpipe import Pipe, Selective, is_recomputing
 from syncpipe.data import tensors_in
 from syncpipe.skip import pop, skippable, stash
 from tests.support.models import in_turn
-from tests.support.running import MODES, Do, assert_same, pipe_of, trained, weigh
+from tests.support.running import (
+    MODES,
+    Do,
+    Using,
+    assert_same,
+    beside,
+    pipe_of,
+    trained,
+    weigh,
+)
 from tests.support.watched import Memory, Watched, alive, gone
 
 # Memory
@@ -455,3 +464,22 @@ def test_buffers_that_some_forwards_change_are_right_or_refused(size, act, acts,
             ours = trained(pipe, pipe, x)
         assert_same(trained(in_turn(plain, 4), plain, x), ours)
     assert refused <= (size == SIZE and act != "replaces" and (mode == [0] or acts[0] % 4 > 0))
+
+
+@pytest.mark.parametrize("mode", ["always", "except_last", [0], Selective([])])
+@pytest.mark.parametrize("make", [nn.Embedding, nn.EmbeddingBag])
+@pytest.mark.parametrize("wrap", [lambda layer: layer, lambda layer: Using(call, layer)])
+def test_rows_that_are_shortened_once_more_by_their_last_bit(wrap, make, mode):
+    for seed in range(20):
+        torch.manual_seed(seed)
+        rows = wrap(make(7, 5, max_norm=0.7))
+        pipe, run, plain = beside(mode, nn.Sequential(rows, nn.Tanh(), nn.Linear(5, 3)), [2, 1])
+        x = torch.randint(0, 7, (16, 2))
+        for each in (pipe, run):
+            each(x).square().sum().backward()
+        tensors = [[*m.parameters(), *[p.grad for p in m.parameters()]] for m in (pipe, plain)]
+        assert_same(*tensors)
+
+
+def call(x, layer):
+    return layer(x)
