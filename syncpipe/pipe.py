@@ -731,9 +731,13 @@ class Pipe(ModelNames):
     def _drive(self, function: Callable[..., Any], given: Any, **how: Any) -> Any:
         """Runs a mini-batch over the layers as they are now."""
         pipeline, modes = self._ready(), self._layout.modes
-        how["checkpoint"] = modes if self.training else ("never",) * len(modes)
-        how["recorder"] = None if self._trace is None else self._trace.recorder()
-        return driven(function, pipeline, given, inline=INLINE.get(), **how)
+
+        def run() -> Any:
+            how["checkpoint"] = modes if self.training else ("never",) * len(modes)
+            how["recorder"] = None if self._trace is None else self._trace.recorder()
+            return driven(function, pipeline, given, inline=INLINE.get(), **how)
+
+        return pipeline.with_modes(run) if function is forward else run()
 
     def _ready(self) -> Pipeline:
         """The pipeline over the layers as they are now."""

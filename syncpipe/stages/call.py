@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.autograd import forward_ad
 from torch.nn.parameter import is_lazy
 
-from syncpipe.data import disguised, hidden_tensor, map_tensors, objects_in, tensors_in
+from syncpipe.data import disguised, distinct, hidden_tensor, map_tensors, objects_in, tensors_in
 from syncpipe.layers.batchnorm import MiniBatchStatistics
 from syncpipe.layers.ties import check_replicas
 from syncpipe.options import Selective, StageMode
@@ -514,9 +514,11 @@ def sent(source: Lane, target: Lane, value: Any) -> tuple[Any, Any]:
     events: list[Any] = []
 
     def moved(tensors: list[Tensor]) -> list[Tensor]:
-        there, event = source.send(tensors, target)
+        each = distinct(tensors)
+        there, event = source.send(each, target)
         events.append(event)
-        return there
+        found = dict(zip(map(id, each), there, strict=True))
+        return [found[id(tensor)] for tensor in tensors]
 
     value = map_tensors(moved, value)
     return value, events[0] if events else None

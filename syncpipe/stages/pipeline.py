@@ -4,16 +4,71 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Callable, Sequence
 from itertools import chain
+from typing import TypeVar
 
 from syncpipe.runtime.engine import Engine
+from syncpipe.runtime.interrupts import forkable, undone
+from syncpipe.runtime.random_numbers import outside_of_turn
 from syncpipe.runtime.worker import Worker
 from syncpipe.schedules.schedule import Devices
 from syncpipe.schedules.steps import Edge, numbers_of
 from syncpipe.skip.layout import inspect_layout
 from syncpipe.stages.sharing import Replica, SharedTensors
 from syncpipe.stages.stage import Partition, Stage
+
+_T = TypeVar("_T")
+
+
+class Modes:
+    """The modes of modules: several threads at a time may run by them, or one may change them."""
+
+    def __init__(self) -> None:
+        self._ended = threading.Condition(forkable())
+        self._running: Counter[threading.Thread] = Counter()
+        self._changing: threading.Thread | None = None
+
+    def using(self, run: Callable[[], _T]) -> _T:
+        """Runs something that goes by them, when no other thread has changed them for a while."""
+        thread = threading.current_thread()
+        before = self._running[thread]
+
+        def enter() -> None:
+            with self._ended:
+                while self._changing not in (None, thread):
+                    self._ended.wait()
+                self._running[thread] = before + 1
+
+        def leave() -> None:
+            with self._ended:
+                self._running[thread] = before
+                self._ended.notify_all()
+
+        # Whoever changes them, or runs by them, may want a generator that this thread holds.
+        return undone(lambda: (outside_of_turn(enter), run())[1], leave)
+
+    def changing(self, run: Callable[[], _T]) -> _T:
+        """Runs something that changes them and puts them back."""
+        thread, before = threading.current_thread(), self._changing
+
+        def enter() -> None:
+            with self._ended:
+                while self._changing not in (None, thread) or any(
+                    number for other, number in self._running.items() if other is not thread
+                ):
+                    self._ended.wait()
+                self._running = +self._running  # forgets those that are through
+                self._changing = thread
+
+        def leave() -> None:
+            with self._ended:
+                if self._changing is thread and before is not thread:
+                    self._changing = None
+                    self._ended.notify_all()
+
+        return undone(lambda: (outside_of_turn(enter), run())[1], leave)
 
 
 class Pipeline:
@@ -31,6 +86,7 @@ class Pipeline:
         worker_of: by number the index of the worker.
         placement: for each stage the index of its worker, or those of its replicas.
         streaming: whether ``train_stream`` is on its way, so that weights are of no one moment.
+        modes: whoever runs a forward of ``pipe(x)`` uses them, and an evaluation changes them.
         results: the number of that replica on whose device the caller gets the outputs.
     """
 
@@ -71,6 +127,7 @@ class Pipeline:
         self.engine = Engine(self.workers)
         self.streaming = False
         self.training = threading.RLock()  # what a failed call puts back must be its own
+        self.modes = Modes()
         self.process = os.getpid()
         self.shared = SharedTensors(self.stages[:n], [those[0] for those in workers])
         ways: list[tuple[int, int, int | None]] = [(j, j + 1, None) for j in range(n - 1)]
@@ -81,6 +138,10 @@ class Pipeline:
         self.edges = edges = tuple([Edge(number, *way) for number, way in enumerate(ways)])
         self.incoming = [[edge for edge in edges if edge.target == s.j] for s in self.stages]
         self.outgoing = [[edge for edge in edges if edge.source == s.j] for s in self.stages]
+
+    def with_modes(self, run: Callable[[], _T]) -> _T:
+        """Runs a forward or a backward of ``pipe(x)``; not while another thread evaluates."""
+        return run() if self.engine.is_running() else self.modes.using(run)
 
     @property
     def on_cpu(self) -> bool:

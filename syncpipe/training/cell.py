@@ -67,9 +67,10 @@ class Border:
 
     def _crossed(self, tensors: list[Tensor]) -> list[Tensor]:
         # The anchor is what makes autograd record the node.
-        following = iter(_cross(self, ANCHOR, *compress(tensors, self._flags)))
-        flagged = zip(tensors, self._flags, strict=True)
-        return [next(following) if flag else tensor for tensor, flag in flagged]
+        # What is one tensor begins once, as in the plain model, whose order of additions it has.
+        flagged = list(compress(tensors, self._flags))
+        crossed = dict(zip(map(id, flagged), _cross(self, ANCHOR, *flagged), strict=True))
+        return [crossed.get(id(tensor), tensor) for tensor in tensors]
 
     def arrive(self, *grads: Tensor | None) -> tuple[None, ...]:
         """The backward of the node: takes the gradients, and hands none on."""
@@ -161,10 +162,15 @@ def ends_of(value: Any) -> list[GradientEdge]:
 
 
 def detached(value: Any) -> Any:
-    """A tree without its graph."""
+    """A tree without its graph; what is one tensor stays one."""
     if type(value) is Tensor:
         return value.detach()
-    return map_tensors(lambda tensors: [tensor.detach() for tensor in tensors], value)
+
+    def detach(tensors: list[Tensor]) -> list[Tensor]:
+        made = {id(tensor): tensor.detach() for tensor in tensors}
+        return [made[id(tensor)] for tensor in tensors]
+
+    return map_tensors(detach, value)
 
 
 def _end(tensor: Tensor) -> GradientEdge:

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from copy import copy
-from functools import lru_cache
+from functools import lru_cache, partial
 from itertools import chain, compress, islice, repeat
 from typing import Any
 
@@ -194,10 +194,11 @@ class Captured(Leaves):
         tensors = map(_alias, [*entered, *self.trained])
         flags = list(chain.from_iterable(head.flags))
         needed = list(compress(tensors_in(outputs), flags))
-        made = iter(_Node.apply(self, needed, *tensors))  # type: ignore[no-untyped-call]
+        nodes = _Node.apply(self, needed, *tensors)  # type: ignore[no-untyped-call]
+        made = dict(zip(map(id, needed), nodes, strict=True))  # what is one tensor stays one
 
         def chosen(tensors: list[Tensor]) -> list[Tensor]:
-            return [next(made) if flag else t for t, flag in zip(tensors, flags, strict=True)]
+            return [made.get(id(tensor), tensor) for tensor in tensors]
 
         return list(map_tensors(chosen, outputs))
 
@@ -219,7 +220,7 @@ class Captured(Leaves):
         steps = _backward_steps(
             pipeline.edges, call.m, pipeline.placement, call.rematerialized[: pipeline.n], returns
         )
-        call.run_backward(steps, task)
+        pipeline.with_modes(partial(call.run_backward, steps, task))
         entered = [grad for _, grads in sorted(task.entered.items()) for grad in grads]
         with call.as_caller():  # a thread of autograd uses the default streams of other devices
             returned = [  # by a replica on a device of its own, perhaps

@@ -468,9 +468,11 @@ def evaluate(
         return results
 
     check_alone(pipeline, "eval_batch")
-    # The modes of a module are everybody's: training waits, and another evaluation.
+    # The modes of a module are everybody's: training and forwards wait, and another evaluation.
     with pipeline.training, torch.no_grad():
-        return _in_eval_mode(module, modules, run)
+        if not any(each.training for each in modules):
+            return run()
+        return pipeline.modes.changing(partial(_in_eval_mode, module, modules, run))
 
 
 def _results(call: Call, head: LossHead, objective: Objective | None) -> Any:
@@ -497,8 +499,6 @@ def _in_eval_mode(module: nn.Module, modules: Sequence[nn.Module], run: Callable
     or pass the mode on to what is in plain lists.
     """
     modes = [each.training for each in modules]
-    if not any(modes):
-        return run()
     plain = [each for each in modules if "training" in each.__dict__]
     script = [each for each in modules if "training" not in each.__dict__]  # TorchScript's
     undo = chain(  # not by `setattr`, where Ctrl-C could come in between

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections import OrderedDict, UserDict, defaultdict, deque, namedtuple
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -21,8 +22,8 @@ from torch.utils.data import DataLoader, TensorDataset
 from syncpipe import NoChunk, Pipe, inline
 from syncpipe.data import gather, leaf_names, scatter
 from tests.support.models import CHECKPOINT_MODES, linear_model
-from tests.support.running import pipe_of
-from tests.support.training import weigh
+from tests.support.running import Do, pipe_of
+from tests.support.training import assert_trains_as, weigh
 
 DEVICES = ["cpu:0", "cpu:1", "cpu:2"]
 every_mode = pytest.mark.parametrize("checkpoint", CHECKPOINT_MODES)
@@ -514,3 +515,53 @@ def test_an_object_with_tensors_that_need_no_gradient_goes_from_stage_to_stage(c
     thing = Holds(inner=Holds(x=torch.randn(3), unused=nn.Parameter(torch.ones(3))))
     loss = pipe.train_batch((torch.randn(4, 3), thing), loss_fn=lambda y: y[0].sum())
     assert loss.isfinite()
+
+
+# --- one tensor in several places -----------------------------------------------------------------
+
+
+def meet(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Uses each in turn and several times, so that the order of additions shows."""
+    return (q * 0.3 + k.exp()).tanh() * 1.7 - v * 0.7 + q.sin() * 0.11 + (k * v).cos() * 0.013
+
+
+def spread_out(x: Tensor) -> dict[str, Any]:
+    return {"q": x, "rest": (x, [x])}
+
+
+def gathered_again(tree: dict[str, Any]) -> Tensor:
+    return meet(tree["q"], tree["rest"][0], tree["rest"][1][0])
+
+
+@every_mode
+@pytest.mark.parametrize("balance", [[3, 2], [3, 1, 1], [5]])
+def test_one_tensor_that_crosses_as_several_entries_gets_the_gradient_of_the_plain_model(
+    balance: list[int], checkpoint: Any
+) -> None:
+    for seed in range(10):
+        torch.manual_seed(seed)
+        first = nn.Sequential(nn.Linear(3, 3), nn.LayerNorm(3))
+        middle = Do(lambda tree: {"q": tree["q"], "rest": tree["rest"]})
+        layers = [first, nn.Linear(3, 3), Do(spread_out), middle, Do(gathered_again)]
+        plain = nn.Sequential(*layers)
+        pipe = Pipe(copy.deepcopy(plain), balance, chunks=3, checkpoint=checkpoint, devices=DEVICES)
+        x, weight = torch.randn(6, 3), torch.randn(2, 3)
+        assert_trains_as(pipe, plain, x, loss_fn=lambda y: (y * weight).tanh().mean())  # noqa: B023
+        for module in (plain, pipe):
+            module.zero_grad()
+        pipe(x).backward(torch.cat([weight] * 3))
+        for piece in reversed(x.chunk(3)):
+            plain(piece).backward(weight)
+        for a, b in zip(pipe.parameters(), plain.parameters(), strict=True):
+            assert torch.equal(a.grad, b.grad)
+
+
+def test_one_tensor_that_is_several_outputs_gets_the_gradient_of_the_plain_model() -> None:
+    for seed in range(10):
+        torch.manual_seed(seed)
+        layers = nn.Sequential(nn.Linear(3, 3), Do(spread_out))
+        pipe, x = pipe_of(copy.deepcopy(layers), [1, 1], chunks=1), torch.randn(6, 3)
+        for module in (pipe, layers):
+            gathered_again(module(x)).sum().backward()
+        for a, b in zip(pipe.parameters(), layers.parameters(), strict=True):
+            assert torch.equal(a.grad, b.grad)

@@ -10,6 +10,7 @@ import sys
 import threading
 import warnings
 from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext
 
 import pytest
@@ -24,7 +25,17 @@ from torch.utils.checkpoint import checkpoint
 
 from syncpipe import is_recomputing
 from tests.support.models import in_turn
-from tests.support.running import MODES, Do, Using, assert_same, pipe_of, trained, weigh
+from tests.support.running import (
+    MODES,
+    Do,
+    Noise,
+    Using,
+    assert_same,
+    in_threads,
+    pipe_of,
+    trained,
+    weigh,
+)  # fmt: skip
 
 BF16 = torch.bfloat16
 
@@ -339,3 +350,51 @@ def test_cpu_workers_share_the_intra_op_threads_and_nobody_else_notices():
     assert (call(), intra_op_threads(), later) == ({(False, 2), (True, 2)}, 4, [4])
     torch.set_num_threads(2)
     assert (call(), intra_op_threads(), later) == ({(False, 1), (True, 1)}, 2, [4, 2])
+
+
+# --- modes ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("checkpoint", ["never", "always"])
+def test_calls_go_by_their_own_modes_while_another_thread_evaluates(checkpoint):
+    seen = []
+
+    def note(layer, given):
+        seen.append((layer.training, bool(given[0].detach()[0, 0] > 0)))
+
+    layers = nn.Sequential(nn.Identity(), nn.Dropout(0.5), nn.Identity())
+    layers[0].register_forward_pre_hook(note)
+    pipe, stop = pipe_of(layers, [2, 1], checkpoint=checkpoint), threading.Event()
+    x = torch.ones(8, 3)
+
+    def evaluate():
+        while not stop.is_set():
+            assert torch.equal(pipe.eval_batch(-x), -x)
+
+    with ThreadPoolExecutor(1) as threads:
+        other = threads.submit(evaluate)
+        try:
+            for _ in range(30):
+                y = pipe(x.clone().requires_grad_())
+                assert not torch.equal(y, x)
+                y.sum().backward()
+        finally:
+            stop.set()
+        other.result()
+    assert {(True, True), (False, False)} >= set(seen) >= {(True, True)}
+
+
+def test_an_evaluation_in_a_layer_of_another_pipe_waits_for_no_generator():
+    """One thread draws and evaluates a pipe inside, while another one runs that pipe, and draws."""
+    inner = pipe_of(nn.Sequential(nn.Linear(3, 3), Noise()), chunks=2)
+
+    def evaluates(x):
+        noise = torch.rand_like(x)
+        return x + inner.eval_batch(x) * noise
+
+    outer, x = pipe_of(nn.Sequential(Do(evaluates)), chunks=2), torch.ones(4, 3)
+
+    def run(pipe):
+        return [pipe(x).shape for _ in range(20)]
+
+    assert in_threads(run, outer, inner, inner) == [[x.shape] * 20] * 3
