@@ -537,11 +537,10 @@ def _clone(tensor: Tensor) -> Tensor:
         type(tensor) not in (Tensor, nn.Parameter)
         or tensor.layout is not torch.strided
         or tensor.is_quantized
-        or tensor.is_conj()
-        or tensor.is_neg()
         or storage_of(tensor) == id(tensor)
         or (
             copied.stride() == tensor.stride()
+            and not (tensor.is_conj() or tensor.is_neg())
             and (copied.data_ptr() - tensor.data_ptr()) % _ALIGNED == 0
         )
     ):
@@ -551,10 +550,17 @@ def _clone(tensor: Tensor) -> Tensor:
 
 
 class _Exact(torch.autograd.Function):
-    """A copy in memory of the same layout, also of tensors that are expanded or have gaps."""
+    """A copy in memory of the same layout, also of tensors that are expanded or have gaps.
+
+    What is conjugated or negated only when it is read stays so.
+    """
 
     @staticmethod
     def forward(ctx: Any, tensor: Tensor) -> Tensor:
+        if tensor.is_conj():
+            return _Exact.forward(ctx, tensor.conj()).conj()
+        if tensor.is_neg():
+            return torch._neg_view(_Exact.forward(ctx, torch._neg_view(tensor)))
         start, stop = extent(tensor)
         size = (stop - start) // tensor.itemsize
         memory = tensor.new_empty(size + _ALIGNED // tensor.itemsize)

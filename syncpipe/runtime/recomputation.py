@@ -522,8 +522,13 @@ def _stored_by(outputs: Any, begins: list[Any], *, shapes: bool) -> Counter[Any]
         kind = type(node).__name__
         if kind not in _OURS:
             metadata = node._input_metadata if shapes else ()
-            found[kind, *[(tuple(each.shape), each.dtype) for each in metadata]] += 1
+            found[kind, *[(_sizes(each.shape), each.dtype) for each in metadata]] += 1
     return found
+
+
+def _sizes(shape: Any) -> tuple[int, ...]:
+    """A shape, without the symbol of a ragged dimension, which another run makes anew."""
+    return tuple([size if type(size) is int else -1 for size in shape])
 
 
 #: How inputs come in: a cell that writes into them is given copies. And casts, which store nothing:

@@ -125,7 +125,7 @@ class Cell:
             for end, grad in zip(sent, arrived, strict=True):
                 if grad is not None:
                     ends.append(end)
-                    there.append(grad)
+                    there.append(grad.values() if grad.layout is torch.jagged else grad)
         return ends, there
 
 
@@ -174,6 +174,8 @@ def detached(value: Any) -> Any:
 
 
 def _end(tensor: Tensor) -> GradientEdge:
+    if tensor.layout is torch.jagged:  # whose shape has a symbol that another run makes anew
+        tensor = tensor.values()
     node = tensor.grad_fn
     if node is None and not torch.is_grad_enabled():  # a parameter itself, and nothing goes back
         return _gradient_edge((_NODE, 0, None))

@@ -154,6 +154,30 @@ def test_a_hook_of_a_partition_that_counts_is_refused(driver):
         step_of(pipe, driver, torch.randn(21, 3, requires_grad=True))
 
 
+def jagged(x):
+    return torch.nested.as_nested_tensor(list(x), layout=torch.jagged)
+
+
+VIEWS = {
+    "conjugated when read": (lambda x: torch.complex(x, x * 0.5).conj(), lambda z: z.real + z.imag),
+    "negated when read": (lambda x: torch.complex(x, x * 0.5).conj().imag, lambda z: z * 2),
+    "several": (lambda x: (torch.complex(x, x).conj(), x), lambda pair: (pair[0] * pair[1]).real),
+    "jagged": (jagged, lambda z: z.to_padded_tensor(0.0)),
+    "jagged in a dict": (
+        lambda x: {"x": x, "y": jagged(x)},
+        lambda tree: tree["y"].sin().to_padded_tensor(0.0) + tree["x"],
+    ),
+}
+
+
+@pytest.mark.parametrize("mode", [*MODES, [1], [1, 2]])
+@pytest.mark.parametrize("kind", VIEWS)
+def test_what_is_no_plain_memory_crosses_to_stages_that_are_recomputed(kind, mode):
+    layers = nn.Sequential(nn.Linear(3, 3), *map(Do, VIEWS[kind]), nn.Linear(3, 3))
+    pipe, x = pipe_of(copy.deepcopy(layers), [2, 2], checkpoint=mode, chunks=2), torch.randn(4, 3)
+    assert_same(trained(pipe, pipe, x), trained(in_turn(layers, 2), layers, x))
+
+
 # TorchScript. Since Python 3.13 torch.jit.script keeps the frames that call it, with what their
 # variables are later: a pipe among them would never die.
 
