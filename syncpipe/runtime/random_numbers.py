@@ -419,11 +419,41 @@ _DRAW_THERE = (
 _CALL = "_compiled_call_impl"
 
 
-def let_modules_hold(root: nn.Module) -> None:
-    """Lets modules of PyTorch that draw hold the generators in a layer's turn, for themselves."""
-    for module in root.modules():
-        if type(module) in _DRAW and module.__dict__.get(_CALL) is None:
-            module.__dict__[_CALL] = MethodType(_call, module)
+#: By the identity of such a module the calls that it holds generators for.
+_holding: dict[int, set[object]] = {}
+_held = forkable()
+
+
+def modules_that_draw(root: nn.Module) -> list[nn.Module]:
+    """The modules of PyTorch that draw, in training, in their own forward and nowhere else."""
+    return [module for module in root.modules() if type(module) in _DRAW]
+
+
+def let_modules_hold(modules: Sequence[nn.Module], run: Callable[[], _T]) -> _T:
+    """Lets modules that draw hold the generators in a layer's turn while something runs."""
+    if not modules:
+        return run()
+    call = object()
+
+    def begin() -> _T:
+        with _held:
+            for module in modules:
+                _holding.setdefault(id(module), set()).add(call)
+                if module.__dict__.get(_CALL) is None:
+                    module.__dict__[_CALL] = MethodType(_call, module)
+        return run()
+
+    def end() -> None:
+        with _held:
+            for module in modules:
+                calls = _holding.get(id(module), set())
+                calls.discard(call)
+                if not calls and _holds(module):
+                    del module.__dict__[_CALL]
+                if not calls:
+                    _holding.pop(id(module), None)
+
+    return undone(begin, end)
 
 
 def _call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -438,7 +468,7 @@ def _holds(module: nn.Module) -> bool:
 
 
 def is_compiled(module: nn.Module) -> bool:
-    """Whether ``module.compile()`` was called; :func:`let_modules_hold` sets the same attribute."""
+    """Whether ``module.compile()`` was called; in a call :func:`let_modules_hold` sets the same."""
     return module._compiled_call_impl is not None and not _holds(module)
 
 

@@ -19,6 +19,7 @@ from syncpipe.options import Selective, StageMode
 from syncpipe.runtime.random_numbers import (
     holds_generators,
     is_random,
+    let_modules_hold,
     outside_of_turn,
     put_back_states,
     states_of,
@@ -145,7 +146,9 @@ class Again:
             )
             moment = torch._C._current_graph_task_id()
             run_again = partial(self.run.recompute, recomputation, given, moment, keep=True)
-            return outside_of_turn(run_again)  # the order of locks is: stage before random state
+            return outside_of_turn(
+                partial(let_modules_hold, self.stage.that_draw, run_again)
+            )  # the order of locks is: stage before random state
 
         like = torch.empty(0, device=self.stage.device)  # tells what kind of device it is
         return checkpoint(

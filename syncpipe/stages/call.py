@@ -26,7 +26,7 @@ from syncpipe.options import Selective, StageMode
 from syncpipe.runtime.engine import RUNNING, Run
 from syncpipe.runtime.interrupts import Swap, swapped
 from syncpipe.runtime.offload import Offload
-from syncpipe.runtime.random_numbers import draw_seed, outside_of_turn
+from syncpipe.runtime.random_numbers import draw_seed, let_modules_hold, outside_of_turn
 from syncpipe.runtime.recomputation import is_checkpointing, is_recomputing
 from syncpipe.runtime.recorder import Recorder
 from syncpipe.runtime.streams import AcceleratorStreams, Lane, accelerators, same_memory
@@ -94,6 +94,7 @@ class MiniBatch:
             StageRun(stage, m, self.seed, mode, grad=state.grad)
             for stage, mode in zip(pipeline.stages, self.modes, strict=True)
         ]
+        self.that_draw = [m for stage in pipeline.stages for m in stage.that_draw]
         for numbers in pipeline.numbers:
             if pipeline.stages[numbers[0]].defers:
                 statistics = MiniBatchStatistics()
@@ -167,8 +168,9 @@ def plain(
             found.append(value)
         return found
 
+    held = partial(let_modules_hold, call.that_draw, run_all)
     # Inside another call's layer or loss: the order of locks is stage before random state.
-    return outside_of_turn(partial(swapped, swaps, run_all) if swaps else run_all)
+    return outside_of_turn(partial(swapped, swaps, held) if swaps else held)
 
 
 def _placed(tensor: Tensor, device: torch.device) -> Tensor:
@@ -365,6 +367,7 @@ class Call(MiniBatch):
         try:
             # The order of locks is: stage before random state.
             run = partial(engine.run, steps, task.bind, self.state, inline=inline)
+            run = partial(let_modules_hold, self.that_draw, run)
             outside_of_turn(run if inline else partial(process_settled, run))
         finally:
             self.state.leave_devices()

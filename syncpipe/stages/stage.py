@@ -12,7 +12,7 @@ from torch import nn
 
 from syncpipe.layers.batchnorm import DeferredBatchNorm
 from syncpipe.layers.unpack import chained
-from syncpipe.runtime.random_numbers import Generators, has_hooks, let_modules_hold
+from syncpipe.runtime.random_numbers import Generators, has_hooks, modules_that_draw
 from syncpipe.runtime.recomputation import Changes
 from syncpipe.skip.layout import layer_skips
 from syncpipe.skip.skippable import is_skippable
@@ -67,6 +67,7 @@ class Stage:
         commits: whether it moves running statistics; where there are replicas, none does.
         late: the layers that drew in a later micro-batch of a call, and not in its first.
         backward_draws: the generators that backwards of the last call drew from.
+        that_draw: its modules that hold generators by themselves while a call runs.
         drew: for replicas, by the modes of modules, from which generators layers drew.
         changes: what its forwards change.
         seen: the modes in which it ran.
@@ -93,8 +94,7 @@ class Stage:
         self.defers = partition.defers and any(isinstance(m, DeferredBatchNorm) for m in modules)
         self.commits = self.defers and whole is None
         self.generators = Generators(device)
-        if self.generators.in_modules:
-            let_modules_hold(partition)
+        self.that_draw = modules_that_draw(partition) if self.generators.in_modules else []
         self.late: set[int] = set()
         self.backward_draws = 0
         self.drew: dict[Any, list[int]] = {}

@@ -320,3 +320,21 @@ def test_stages_run_at_once_whatever_earlier_calls_drew(history, checkpoint):
     meet = True
     step()
     assert calls == [4, 4]
+
+
+@pytest.mark.parametrize("graph", [False, True])
+@pytest.mark.parametrize("checkpoint", ["never", "always", [0, 1]])
+def test_modules_that_draw_are_left_as_they_were(checkpoint, graph):
+    """They hold generators by an attribute, which is there while a call runs."""
+    layers = nn.Sequential(Block(nn.Dropout(0.1)), nn.Sequential(nn.Linear(6, 6), nn.RReLU()))
+    before = [dict(module.__dict__) for module in layers.modules()]
+    pipe = pipe_of(layers, checkpoint=checkpoint)
+    for _ in range(2):
+        with inline(graph=graph):
+            y = pipe(X.clone().requires_grad_())
+            assert [dict(module.__dict__) for module in layers.modules()] == before
+            y.sum().backward()
+        pipe.train_batch(X, loss_fn=lambda y: y.mean(), verify=False)
+        with pytest.raises(RuntimeError, match="shapes"):
+            pipe(X[:, :3])
+    assert [dict(module.__dict__) for module in layers.modules()] == before
