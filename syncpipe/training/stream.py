@@ -157,15 +157,15 @@ def stream(
                 map(torch._C._set_grad_enabled, [True]),
             ),
         )
-        if not source.found:
+        if not (source.found or source.metrics):
             raise ValueError("data_iter gave no mini-batch, so there is nothing to train")
-        found = [source.found[batch] for batch in range(len(source.found))]
+        found = [source.found[batch] for batch in sorted(source.found)]
         device = pipeline.workers[pipeline.worker_of[pipeline.results]].device
         rows = [[weights[number] for number in numbers] for numbers in pipeline.numbers]
         with torch.no_grad():
             return Streamed(
-                torch.stack([moved(loss, device) for loss, _ in found]),
-                [metrics for _, metrics in found],
+                torch.cat([moved(loss.reshape(-1), device) for loss in source.losses(found)]),
+                source.metrics + [metrics for _, metrics in found],
                 optimizers,
                 [
                     tuple([row[i % len(row)].used[i // len(row)] for row in rows])
@@ -487,6 +487,9 @@ def _give(parameters: Sequence[nn.Parameter], grads: Sequence[Tensor | None]) ->
         go_back([get_gradient_edge(p) for p, _ in hooked], [grad for _, grad in hooked])
 
 
+_BLOCK = 1000  #: losses that become one tensor
+
+
 class _MiniBatches(FromIterator):
     """Takes mini-batches from an iterator, each only when the first stage is ready for it.
 
@@ -495,7 +498,8 @@ class _MiniBatches(FromIterator):
 
     Attributes:
         extent: how many micro-batches there are.
-        found: by mini-batch the loss, detached, and the metrics, or None.
+        found: by mini-batch the loss, detached, and the metrics, or None; of the last ones.
+        metrics: those of the mini-batches before.
     """
 
     known = None  # each objective knows its own weights
@@ -509,6 +513,10 @@ class _MiniBatches(FromIterator):
         self.extent = Extent(math.inf if steps is None else steps * chunks, replicas)
         self._most = math.inf if steps is None else (steps - 1) * chunks
         self.found: dict[int, tuple[Tensor, dict[str, Any] | None]] = {}
+        self.metrics: list[dict[str, Any] | None] = []
+        #: The losses of the mini-batches before: a tensor takes half a kilobyte more than a number.
+        self._blocks: list[Tensor] = []
+        self._alone = replicas == 1  # one worker makes all losses, in turn
         self._objectives: dict[int, Objective] = {}  # of those that came, and are not through yet
         self._noted: dict[int, tuple[Any, ...]] = {}
 
@@ -578,7 +586,16 @@ class _MiniBatches(FromIterator):
             del self._objectives[batch]
             with torch.no_grad():
                 self.found[batch] = self._noted[i] = objective.loss(), objective.metrics()
+                if self._alone and len(self.found) == _BLOCK:
+                    found = list(self.found.values())
+                    self._blocks.append(torch.stack([loss for loss, _ in found]))
+                    self.metrics += [metrics for _, metrics in found]
+                    self.found.clear()
+                    self._noted[i] += (self._blocks[-1],)
         return root
+
+    def losses(self, found: list[tuple[Tensor, Any]]) -> list[Tensor]:
+        return [*self._blocks, *[loss for loss, _ in found]]
 
     def noted(self, i: int) -> tuple[Any, ...]:
         """What was noted of a micro-batch, with which the caller goes on; to be asked once."""

@@ -12,6 +12,7 @@ from torch import nn
 
 from syncpipe import Pipe
 from syncpipe.schedules.stream import VERSIONS
+from syncpipe.training import stream
 from tests.support.running import Do, assert_same
 from tests.support.watched import Memory, alive, gone
 from tests.training.stream.models import (
@@ -59,6 +60,25 @@ def test_metrics_come_for_each_mini_batch():
     found = train(pipe_of(), loss_fn=loss_fn)
     assert [set(each) for each in found.metrics] == [{"right"}] * 5
     assert train(pipe_of()).metrics == [None] * 5
+
+
+@pytest.mark.parametrize("replicas", [[1, 1, 1, 1], [1, 1, 1, 2]])
+def test_losses_and_metrics_that_are_put_together_are_in_order(monkeypatch, replicas):
+    devices = [f"cpu:{j}" for j in range(sum(replicas))]
+
+    def loss_fn(y, target):
+        return F.cross_entropy(y, target), {"target": int(target[0])}
+
+    one_by_one = train(
+        pipe_of(chunks=1, devices=devices, replicas=replicas), mini_batches(8), loss_fn=loss_fn
+    )
+    monkeypatch.setattr(stream, "_BLOCK", 3)
+    found = train(
+        pipe_of(chunks=1, devices=devices, replicas=replicas), mini_batches(8), loss_fn=loss_fn
+    )
+    assert torch.equal(found.losses, one_by_one.losses)
+    assert found.metrics == one_by_one.metrics
+    assert len(found.metrics) == 8
 
 
 def test_masked_targets_count_in_2bw():
