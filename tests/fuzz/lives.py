@@ -51,6 +51,9 @@ __all__ = ["Life", "Story", "check", "drawn_story", "shrunk"]
 #: Kinds that are not drawn: what a backward draws depends on the balance, and a leaf that only a
 #: function knows is not copied with it.
 _LEFT_OUT = {"noisy_hook", "noisy_parameter_hook", "fork_rng_hook", "closure", "own_forward"}
+#: Those that an evaluation in another thread changes, too.
+_IN_EVAL = {"counter", "two_counters", "late", "center", "send_kept", "counted", "remembered"}
+_IN_EVAL |= {"makes", "makes_module", "table", "embedding_max_norm"}
 #: What a pipe may refuse, by the kinds of layers.
 _REFUSED = dict.fromkeys(("counted", "remembered"), "when it was recomputed")
 
@@ -353,7 +356,7 @@ class Life:
             return torch.autograd.profiler.profile(use_kineto=False)
         if what == "tracer":
             return _profiled()
-        if what == "evaluation" and not self.model.counts and not self.model.draws:
+        if what == "evaluation" and not {*self.model.layers} & _IN_EVAL and not self.model.draws:
             return another_thread(lambda: self.pipe.eval_batch(batch(2, 0, False)))
         if what == "draws" and not self.model.draws:
             return another_thread(partial(torch.rand, ()))
