@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from typing import Any, TypeVar
 
@@ -54,6 +55,13 @@ _PLAIN = "the plain model, micro-batches beside the mini-batch"
 _LOSS = "the plain model, a loss for each micro-batch beside one for all"
 _MODEL = "the layers beside the model that they were made of"
 _PIPE = "the pipe beside the plain model on micro-batches"
+_UNCOMPARED = "gradients of the mini-batch were not compared with those of its micro-batches"
+_ADDS = (
+    "something adds to gradients, or changes them, in backward (a balance loss of experts, a "
+    "hook): once for each micro-batch, whatever its share of the loss. Divide it by the number of "
+    "micro-batches, or return the other loss beside the output, for loss_fn to add"
+)
+_SUMS = 1e-3  #: how far sums in another order may be off
 _T = TypeVar("_T")
 Values = dict[str, dict[str, Any]]  # for each column of the report values by name
 
@@ -79,7 +87,7 @@ def verify(
         print(report)
         assert report.ok
 
-    A mini-batch of few samples will do; it takes about four steps of the plain model, and one of
+    A mini-batch of few samples will do; it takes five to seven steps of the plain model, and one of
     the pipe for each schedule. The plain model runs without recomputation, and copies of weights,
     buffers and gradients are kept in the CPU's memory. Layers that draw random numbers are given
     those that they get in the pipe; micro-batches and the mini-batch cannot draw the same.
@@ -185,6 +193,8 @@ class _Check:
             if self._loss_differs:
                 run.what = "losses differ from that of the mini-batch"
                 run.reason = self._loss_differs
+            elif self._m > 1:
+                self._compare_gradients(run)
         self._compare("pipe(x)", tuple(reversed(range(self._m))), self._forward)
         for schedule in schedules:
             name = shown(schedule).strip("'")
@@ -266,10 +276,7 @@ class _Check:
             column = run.different[0]
             run.what = f"{column} differ from the plain model's, {_far(run.comparisons[column])}"
             run.where, reason = self._culprit()
-            names = {name.split(".")[0] for name in run.comparisons["gradients"].names}
-            off = [layer for layer in self._layers if layer.name in names]
-            if not run.where and off:
-                run.where = f"{off[-1]}, by its gradients"  # the last one goes back first
+            run.where = run.where or self._by_gradients(run.comparisons["gradients"])
             run.reason = reason or "not found: each layer gives the same in the pipe as plainly"
 
     # --- what is found ---------------------------------------------------------------------------
@@ -315,12 +322,59 @@ class _Check:
             self._made[order] = self._alone(partial(self._plain, order), "on micro-batches")
         return self._made[order]
 
-    def _plain(self, order: Sequence[int]) -> Values:
+    def _compare_gradients(self, run: Run) -> None:
+        """Whether micro-batches give the gradients of the mini-batch, where they give its loss.
+
+        What draws random numbers is in evaluation mode for that, as far as it is found.
+        """
+        if not all(each.draws or (each.repeats and each.comparison.same) for each in self._seen):
+            return
+        drawing = [
+            part for each in self._seen if each.draws for part in each.layer.module.modules()
+        ]
+        quiet = [
+            (part, "training", False)
+            for part in drawing
+            if isinstance(part, (nn.MultiheadAttention, nn.RNNBase)) or not any(part.children())
+        ]
+        found: list[Values] = []
+        for order, chunks in ((range(self._m), self._pipe.chunks), ((0,), 1)):
+            plain = partial(swapped, quiet, partial(self._plain, order, chunks))
+            try:
+                found.append(self._alone(plain, "on the whole mini-batch"))
+            except Exception as error:
+                self._report.notes.append(f"{_UNCOMPARED}: {type(error).__name__}: {error}")
+                return
+            if self._drew:
+                self._report.notes.append(f"{_UNCOMPARED}: random numbers are drawn")
+                return
+        rounding = max(_SUMS, self._rounding)
+        columns = ["loss"] if self._apart else ["loss", "outputs"]
+        parts, whole = found
+        if all(compare(parts[c], whole[c], rounding).same for c in columns):
+            own = dict(self._model.named_parameters())  # others may not be used by all
+            mine = [{n: g for n, g in v["gradients"].items() if n in own} for v in found]
+            far = compare(mine[0], mine[1], rounding)
+            run.comparisons["gradients"] = far
+            if not far.same:
+                run.what = f"gradients differ from the mini-batch's, {_far(far)}"
+                run.where, run.reason = self._by_gradients(far), _ADDS
+
+    def _by_gradients(self, comparison: Comparison) -> str:
+        """The last layer whose gradients differ, which goes back first."""
+        names = {name.split(".")[0] for name in comparison.names}
+        off = [layer for layer in self._layers if layer.name in names]
+        return f"{off[-1]}, by its gradients" if off else ""
+
+    def _plain(self, order: Sequence[int], chunks: int | None = None) -> Values:
         """The plain model, whose micro-batches go back in an order."""
         inputs, given = self._leaves_of_input()
-        source, run = self._source(self._pipe.chunks, given), PlainRun(self._layers)
-        objective = Objective(self._loss, source)
-        check = LossCheck(objective, source.targets, asked=False) if self._m > 1 else None
+        source = self._source(self._pipe.chunks if chunks is None else chunks, given)
+        run = PlainRun(self._layers)
+        # One loss needs no weight, and those that are given are for the micro-batches.
+        loss = self._loss if source.m == self._m else replace(self._loss, weigh=None)
+        objective = Objective(loss, source)
+        check = LossCheck(objective, source.targets, asked=False) if source.m > 1 else None
         outputs = [run.forward(i, map_tensors(clones, source.pull(i))) for i in range(source.m)]
         kept = list(map(_fresh, outputs))
         if check is not None:
@@ -337,7 +391,7 @@ class _Check:
             for leaf in self._state.leaves:  # two may have one memory for their first gradients
                 leaf.grad = None if leaf.grad is None else leaf.grad.clone()
         run.statistics.commit()
-        self._loss_draws = len(self._layers) in run.drew
+        self._loss_draws, self._drew = len(self._layers) in run.drew, bool(run.drew)
         found = None if check is None or self._loss_draws else check.compare()
         if found is not None and found.wrong:
             # The last sentence is the way out of train_batch, which verify does not have.

@@ -270,6 +270,48 @@ def test_hooks_of_partitions_no_target_and_one_that_needs_a_gradient() -> None:
 # --- models with a fault --------------------------------------------------------------------------
 
 
+class Injects(torch.autograd.Function):
+    """Adds the gradient of another loss in backward, as layers of experts do."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, other: Tensor) -> Tensor:
+        return x
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
+        return grad, grad.new_ones(())
+
+
+class Balanced(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate, self.drop = linear(), nn.Dropout()
+
+    def forward(self, x: Tensor) -> Tensor:
+        share = self.gate(x).softmax(-1)
+        return self.drop(Injects.apply(x + share, 0.1 * share.mean(0).square().sum()))
+
+
+@pytest.mark.parametrize("scalar", [False, True])
+@pytest.mark.parametrize("training", [False, True])
+def test_gradients_that_a_layer_adds_in_its_backward(training: bool, scalar: bool) -> None:
+    last = [Do(lambda y: (y, y.mean()))] if scalar else []
+    loss_fn = (lambda o, t: F.cross_entropy(o[0], t) + o[1]) if scalar else F.cross_entropy
+    for layer, ok in ((linear(), True), (Balanced(), False)):
+        layers = [linear(), nn.Dropout(), layer, linear(), *last]
+        pipe = pipe_of(*layers, balance=[2, len(layers) - 2]).train(training)
+        report = checked(pipe, loss_fn=loss_fn, schedules="1f1b")
+        assert report.pipe_ok
+        assert report.ok is ok, report
+        run = report["loss of each micro-batch"]
+        assert run.comparisons["gradients"].status == ("rounding" if ok else "different")
+        if not ok:
+            assert "2.gate.weight" in run.comparisons["gradients"].names
+            where, reason = reason_of(report, "loss of each micro-batch")
+            assert where == "layer 2 ('2': Balanced), by its gradients"
+            assert reason.startswith("something adds to gradients")
+
+
 def reason_of(report: Report, run: str) -> tuple[str, str]:
     """Where a run differs, and why."""
     assert not report.ok
