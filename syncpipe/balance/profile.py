@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import MISSING, asdict, dataclass, field, fields, replace
 from itertools import pairwise
 from numbers import Real
@@ -19,7 +19,7 @@ from typing import Any, TypeVar
 
 from syncpipe.words import columns, count, in_bytes
 
-__all__ = ["LayerProfile", "Profile", "SkipProfile", "interpolate"]
+__all__ = ["LayerProfile", "Profile", "SkipProfile", "interpolate", "interpolate_all"]
 
 #: A number for each size of the micro-batch, in samples.
 BySize = Mapping[int, float]
@@ -285,6 +285,20 @@ class Profile:
 
     def __str__(self) -> str:
         return self.table()
+
+
+def interpolate_all(every: Iterable[BySize], samples: float) -> Iterator[float]:
+    """:func:`interpolate` of many, of one set of sizes; 0 for those that are empty."""
+    sizes: list[int] = []
+    for numbers in every:
+        sizes = sizes or sorted(numbers)
+        a, b = next(((a, b) for a, b in pairwise(sizes) if a < samples < b), (0, 0))
+        if not numbers:
+            yield 0.0
+        elif a:
+            yield numbers[a] + (numbers[b] - numbers[a]) * (samples - a) / (b - a)
+        else:
+            yield interpolate(numbers, samples)
 
 
 def interpolate(numbers: BySize, samples: float) -> float:

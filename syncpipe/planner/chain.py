@@ -34,7 +34,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from syncpipe.balance.profile import Profile, interpolate
+from syncpipe.balance.profile import Profile, interpolate, interpolate_all
 from syncpipe.planner.machine import Machine
 from syncpipe.schedules.player import Costs
 
@@ -153,8 +153,7 @@ class Chain:
         layers = profile.layers
 
         def numbers(what: str) -> tuple[float, ...]:
-            values = (getattr(layer, what) for layer in layers)
-            return tuple(interpolate(value, samples) if value else 0.0 for value in values)
+            return tuple(interpolate_all((getattr(layer, what) for layer in layers), samples))
 
         given, backward = profile.input_bytes, numbers("backward")
         shares = [_HALF if x.weight_share is None else x.weight_share for x in layers]
@@ -212,7 +211,7 @@ class Chain:
         return found | {"shared": self.shared, "inputs": self.inputs}
 
     @cached_property
-    def _tensors(self) -> dict[str, Tensor]:
+    def tensors(self) -> dict[str, Tensor]:
         return {what: doubles(each) for what, each in self.sums.items()}
 
     def _transient(
@@ -228,7 +227,7 @@ class Chain:
         """
         if not self.peaks:
             return 0.0
-        x, begin, at = self._tensors, torch.tensor(begins)[:, None], torch.tensor(ends)
+        x, begin, at = self.tensors, torch.tensor(begins)[:, None], torch.tensor(ends)
         low = begins[0]
         layer = torch.arange(low, ends[-1])
         to, shared, trained = x["stored"], x["shared"], x["trained"]
@@ -268,10 +267,13 @@ class Chain:
         )
 
     def runs(self, at: Sequence[int], first: bool) -> Run:
-        """What the layers between each of these boundaries and each other one have, as tensors."""
-        transient = [self._transient(at[:-1], at, first=which) for which in (False, True)]
-        i, j = torch.tensor(at[:-1])[:, None], torch.tensor(at)
-        return self._run(self._tensors, i, j, first, transient)
+        """What the layers between each of these boundaries and each other one have, as tensors; if
+        they are ``first``, from layer 0 on only.
+        """
+        begins = at[:1] if first else at[:-1]
+        transient = [self._transient(begins, at, first=which) for which in (False, True)]
+        i, j = torch.tensor(begins)[:, None], torch.tensor(at)
+        return self._run(self.tensors, i, j, first, transient)
 
     @cached_property
     def _runs(self) -> dict[tuple[int, int], Run]:

@@ -66,8 +66,8 @@ _MOST_DEVICES = 64
 #: Of so many devices at most two change places.
 _EXCHANGED = 16
 #: Cuts are looked for at so many boundaries, and then at those near the ones that were found; at
-#: more of them for so many stages.
-_BOUNDARIES, _FEW = 256, 16
+#: more of them for so many stages, or where nothing was found.
+_BOUNDARIES, _FEW, _MOST_BOUNDARIES = 256, 16, 1024
 
 #: Differences below this, relative, are rounding.
 NOTICED = 1e-9
@@ -99,9 +99,9 @@ class Program:
         self.m = terms.batch_size / sizes_of(terms.batch_size, m)[0]
         sums, layers = [*accumulate(reversed(self.chain.inputs[:-1]))], len(self.chain)
         #: Bytes that cross a boundary from here on, there and back, on average.
-        self.sent = [2 * sums[k] / (k + 1) for k in reversed(range(layers))] + [0.0]
+        self.sent = doubles([2 * sums[k] / (k + 1) for k in reversed(range(layers))] + [0.0])
         self._runs = lru_cache(maxsize=4)(self.chain.runs)
-        self._stage = lru_cache(maxsize=8)(self._bounds)
+        self._any, self._stage = (lru_cache(maxsize=4)(self._bounds) for _ in range(2))
         self.cut = lru_cache(maxsize=None)(self._cuts)
 
     def lowest(self, n: int) -> float:
@@ -137,7 +137,7 @@ class Program:
 
     def _cut(self, n: int, slots: Slots, at: tuple[int, ...]) -> tuple[float, list[int]]:
         """The same at these boundaries: the bound, and those where stages begin and end."""
-        machine, inputs = self.machine, doubles(self.chain.inputs)[[*at[:-1]], None]
+        machine, inputs = self.machine, self.chain.tensors["inputs"][[*at[:-1]], None]
         speed, memory = machine.speed[:n], machine.memory[:n]
 
         def ways(k: int) -> Tensor:
@@ -149,7 +149,8 @@ class Program:
             asked = (slots[s], slots[0]) if slots else None
             # Transfers to its right wait, too, about so long; the bound for any slots has none.
             each = (k - 1) * machine.transfer(1.0, s, s + 1) if asked and k > 1 else 0.0
-            own: Tensor = self._stage(at, asked, s == 0, memory[s], speed[s], left, right, each)
+            stage = self._stage if asked else self._any
+            own: Tensor = stage(at, asked, s == 0, memory[s], speed[s], left, right, each)
             least = doubles([self.chain.sums["time"][-1] / max(speed)])
             return torch.maximum(own, least + (self.m - 1) * ways(k))
 
@@ -177,9 +178,9 @@ class Program:
         """
         chain, m, run = self.chain, self.m, self._runs(at, first)
         f, b = run.forward / speed, run.backward / speed
-        times = doubles(chain.sums["time"])[[*at]]
-        before = times[:-1, None] / left
-        after = (times[-1] - times) / right + each * doubles(self.sent)[[*at]]
+        times = chain.tensors["time"][[*at]]
+        before = times[: len(f), None] / left
+        after = (times[-1] - times) / right + each * self.sent[[*at]]
         best, taken = torch.full_like(f, math.inf), self.machine.host * f
 
         def over(q: Tensor, mode: Mode) -> Tensor:
@@ -249,10 +250,10 @@ def search(
         if low < fastest * (1 - NOTICED) and (value := programs[m].cut(n)[0]) < fastest:
             found += _drafts(terms, programs[m], n, _families(n, m), max(low, _rounded(value)))
             fastest = min([fastest, *(draft.time for draft in found)])
-    coarse = not found and boundaries < layers
+    coarse = not found and boundaries < min(layers, _MOST_BOUNDARIES)
     if coarse and any(_least_share(terms, max(numbers), n)[0] <= 1 for n in counts):
         choice: dict[str, Any] = {"chunks": chunks, "stages": stages, "improve": improve}
-        return search(terms, **choice, boundaries=layers)
+        return search(terms, **choice, boundaries=_MOST_BOUNDARIES)
     best, before, work, moved = dict[int, Draft](), math.inf, _WORK, False
     while found:
         cuts = dict[Any, Draft]()
@@ -691,19 +692,20 @@ def _least_share(terms: Terms, m: int, n: int) -> tuple[float, Balance]:
     into ``n`` where that is least; and the cut.
     """
     chain, machine, count = terms.chain(m), terms.machine, len(terms.profile.layers)
+    at = (*range(0, count, max(1, min(-(-count // _MOST_BOUNDARIES), count // n))), count)
 
     @lru_cache
     def needs(first: bool, speed: float) -> Tensor:
-        run = chain.runs(range(count + 1), first)
+        run = chain.runs(at, first)
         one, taken = torch.ones_like(run.forward), machine.host * run.forward / speed
         held = [chain.held(run, one, one, mode, taken).most(1) for mode in terms.modes]
-        return torch.stack(held).amin(0)
+        return torch.stack(held).amin(0).expand(len(at) - 1, -1)
 
     def share(k: int, _: int) -> Tensor:
         return needs(k == n, machine.speed[n - k]) / machine.memory[n - k]
 
-    least, stages = least_largest(count, n, 1, share)
-    return least, tuple(j - i for i, j, _ in stages)
+    least, stages = least_largest(len(at) - 1, n, 1, share)
+    return least, tuple(at[j] - at[i] for i, j, _ in stages)
 
 
 def shortage(terms: Terms, *, chunks: Chunks = None, stages: int | None = None) -> str | None:
