@@ -73,7 +73,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--param-scale", type=float, metavar="X", help=words)
     words = "to measure for (default: %(default)s)"
     add("--timeout", type=seconds, default=5.0, metavar="SECONDS", help=words)
-    add("--replicas", action="store_true", help="PipeDream's plan: devices may share a stage")
+    add("--replicas", action="store_true", help="devices may share a stage")
     words = "estimate times for this device, such as A100-80GB, instead of measuring here"
     add("--on", metavar="NAME", help=words)
     words = "the part of that device's peak that matrix products reach (default: 0.5)"

@@ -64,8 +64,8 @@ def alternatives_of(terms: Terms, chosen: Draft) -> tuple[Alternative, ...]:
     if n > 1:
         alone = (_copies(terms, "one device", [kind[:1]], _NO_PIPE) for kind in machine.kinds)
         found.append(min(alone, key=_time))
-        if machine.uniform and terms.batch_size >= devices:
-            draft = shared(terms)
+        if len(machine.kinds) == 1 and terms.batch_size >= devices:
+            draft = shared(terms)[1]
     if max(draft.form.replicas) > max(chosen.form.replicas):
         shape = "-".join(map(str, draft.form.replicas))
         found.append(_of(terms, f"stages with replicas, {shape} (replicas=True)", draft))

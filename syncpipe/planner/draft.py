@@ -198,9 +198,19 @@ class Terms:
             halves, transient = chain.sums["halves"], chain.split_transient(i, j)
             weight = max(chain.trained[i:j]) - transient
             found = found._replace(halves=halves[j] - halves[i], transient=transient, weight=weight)
-        if form.replicas[s] > 1:  # gradients of the others, which arrive where the optimizer is
-            found = found._replace(fixed=found.fixed + self.trained(i, j))
         return found
+
+    def _at(self, d: int, form: Form, j: int, ends: tuple[int, int], held: Held) -> Held:
+        """What a stage takes on one of its devices: gradients of all replicas arrive at the first,
+        where the optimizer is; the others have parameters and gradients only.
+        """
+        if form.replicas[j] == 1:
+            return held
+        trained = self.trained(*ends)
+        if d == form.device_of[j]:
+            return held._replace(fixed=held.fixed + (form.replicas[j] - 1) * trained)
+        less = max(0.0, self.param_scale - 2) * trained
+        return held._replace(fixed=held.fixed - less, update=0.0)
 
     def stages(self, form: Form, balance: Sequence[int], modes: Sequence[Mode]) -> list[Held]:
         """What the stages of a cut take."""
@@ -236,7 +246,11 @@ class Terms:
         cached = form.slots is not None and modes is None
         if cached and key in self._known:
             return self._known[key] if self._known[key].bound <= at_most else None
-        costs = self.costs(form, balance)
+        costs, none = self.costs(form, balance), [0] * form.n
+        if at_most < math.inf and not form.slots:  # sooner than what it stores
+            device_of = form.schedule.device_of
+            if lower_bound(form.m, device_of, costs, none, form.split) > at_most:
+                return None
         modes = tuple(self._modes(form, balance, costs) if modes is None else modes)
         counts = form.recomputed(modes)
         python = self.interpreter(form.m, balance, counts)
@@ -253,10 +267,13 @@ class Terms:
             each = (1 / links[first][d] + 1 / links[d][first] for d in others)
             exchange = max(exchange, self.trained(i, j) * sum(each))
         time = (bound if bound > time * (1 + 1e-9) else time) + exchange
-        stages = dict(enumerate(self.stages(form, balance, modes)))
-        parts = [{j: stages[j] for j in own} for own in form.stages_of]
+        ends, stages = ends_of(balance), self.stages(form, balance, modes)
+        parts = [
+            {j: self._at(d, form, j, ends[j], stages[j]) for j in own}
+            for d, own in enumerate(form.stages_of)
+        ]
         on_device = tuple(form.most(d, own) for d, own in enumerate(parts))
-        memory = (form.most(d, {j: stages[j]}) for j, d in enumerate(form.device_of))
+        memory = (form.most(d, {j: parts[d][j]}) for j, d in enumerate(form.device_of))
         shares = (a / b for a, b in zip(on_device, self.machine.memory, strict=False))
         draft = Draft(
             form, tuple(balance), modes, time, tuple(memory), on_device, max(1.0, *shares), python,
@@ -293,10 +310,15 @@ class Terms:
             return forward * (mode == "recompute")
 
         for d, own in enumerate(form.stages_of):
+            if d not in form.device_of:  # a replica, with less than the first one
+                continue
             best, limit = (True, math.inf), self.machine.memory[d]
             for modes in product(self.modes, repeat=len(own)):
                 pairs = [*zip(own, modes, strict=True)]
-                stages = {j: self.held(form, j, ends, mode) for j, mode in pairs}
+                stages = {
+                    j: self._at(d, form, j, ends[j], self.held(form, j, ends, mode))
+                    for j, mode in pairs
+                }
                 needs = form.most(d, stages)
                 rank = needs > limit, needs if needs > limit else sum(longer(*x) for x in pairs)
                 if rank < best:

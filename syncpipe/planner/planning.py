@@ -96,8 +96,7 @@ def plan(
             ``syncpipe.balance.DEVICES``, or its figures. The model may be on ``meta``.
         efficiency: for that, the part of the device's peak that matrix products reach; by default
             a half.
-        replicas: find PipeDream's plan instead, in which several devices may share a stage; see
-            :func:`syncpipe.planner.replicated`.
+        replicas: several devices that are alike may share a stage, if that is faster.
         timeout: seconds to measure for.
         progress: show a bar while measuring; by default if it takes longer than a second and a
             terminal watches.

@@ -27,7 +27,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import lru_cache
-from itertools import accumulate, pairwise, product
+from itertools import accumulate, combinations, pairwise, product
 from operator import attrgetter
 from typing import Any
 
@@ -39,7 +39,7 @@ from syncpipe.options import consecutive
 from syncpipe.planner.chain import Mode, chunk_counts, doubles, ends_of, sizes_of
 from syncpipe.planner.draft import Draft, Form, Terms, one_f_one_b_form
 from syncpipe.planner.machine import Machine
-from syncpipe.planner.replicas import least_largest, replicated
+from syncpipe.planner.replicas import least_largest
 from syncpipe.schedules import SCHEDULES, auto, one_f_one_b
 from syncpipe.schedules.named import round_sizes
 from syncpipe.words import in_bytes
@@ -63,6 +63,8 @@ _PARTS = (1, 1.25, 1.5, 2, 3, 4)
 #: memory are tried as well.
 _HARDLY, _LESS = 1.05, (0.94, 0.85, 0.7)
 _MOST_DEVICES = 64
+#: So many ways to lay out layers on devices that share stages are all tried.
+_LAYOUTS = 200
 #: Of so many devices at most two change places.
 _EXCHANGED = 16
 #: Cuts are looked for at so many boundaries, and then at those near the ones that were found; at
@@ -519,11 +521,12 @@ def choose(
     """
     usual, order = schedule in (None, "1f1b"), tuple(range(len(terms.machine)))
     choice: dict[str, Any] = {"chunks": chunks, "stages": stages if usual else None}
+    order, found = search_orders(terms, **choice)
+    made, how = found[:1], f"schedule={schedule!r}"
     if replicas:
-        found, made, how = list[Draft](), [shared(terms, chunks)], "replicas=True"
-    else:
-        order, found = search_orders(terms, **choice)
-        made, how = found[:1], f"schedule={schedule!r}"
+        other, draft = shared(terms, chunks)
+        if not made or draft.rank < made[0].rank:
+            order, made, how = other, [draft], "replicas=True"
     there = terms.on(terms.machine.ordered(order))
     if not usual and schedule is not None:
         names = LAYOUTS if schedule == ANY else [schedule]
@@ -568,20 +571,68 @@ def _nearest(terms: Terms, draft: Draft, how: str, ways: Sequence[str]) -> str:
     )
 
 
-def shared(terms: Terms, chunks: Chunks = None) -> Draft:
-    """PipeDream's stages (:func:`.replicated`) under 1F1B, for devices that are alike: what fits
-    first, then what is fastest. Single layers are moved if that helps.
+def shared(terms: Terms, chunks: Chunks = None) -> tuple[tuple[int, ...], Draft]:
+    """The best plan under 1F1B in which devices that are alike share stages, and the order of the
+    devices: what fits first, then what is fastest.
+
+    Where links are unlike, neighbours share a stage, or devices as far from each other as can be.
     """
-    devices, batch = len(terms.machine), terms.batch_size
-    rate, samples = min(map(min, terms.machine.bandwidth)), max(1, batch // devices)
-    stages = replicated(terms.profile, devices, rate, samples=samples)
-    place = consecutive([r for *_, r in stages])
-    counts = chunk_counts(batch, chunks)
-    most = max(r for *_, r in stages)
-    tried = [m for m in counts if m >= most and m * devices <= _CELLS] or counts[-1:]
-    balance = [j - i for i, j, _ in stages]
-    drafts = [terms.draft(Form(one_f_one_b(m, place)), balance) for m in tried]
-    return improved(terms, min(filter(None, drafts), key=_rank), _SHORT)[0]
+    devices, best = len(terms.machine), list[tuple[Any, tuple[int, ...], Draft]]()
+    strides = [k for k in range(1, devices) if devices % k == 0]
+    for stride in strides if not terms.machine.even_links else [1]:
+        order = tuple([d for k in range(stride) for d in range(k, devices, stride)])
+        there, drafts = terms.on(terms.machine.ordered(order)), list[Draft]()
+        counts = chunk_counts(terms.batch_size, chunks)
+        counts = tuple(m for m in counts if m * devices <= _CELLS) or counts[-1:]
+        for m in sorted(counts, key=lambda m: abs(math.log(m / (4 * devices)))):
+            for replicas, balance in _layouts(there, m):
+                fitting = [one.time for one in drafts if one.excess <= 1]
+                for slots in ("overlap", "textbook"):
+                    place = consecutive(replicas)
+                    form = Form(one_f_one_b(m, place, slots=slots))
+                    draft = there.draft(form, balance, at_most=min(fitting, default=math.inf))
+                    drafts += [draft] if draft else []
+                    if not draft or draft.excess <= 1:
+                        break
+        for draft in sorted(drafts, key=_rank)[:2]:
+            draft, _ = improved(there, draft, _SHORT)
+            best.append((draft.rank, order, draft))
+    _, order, draft = min(best, key=lambda each: each[:2])
+    return order, draft
+
+
+def _layouts(terms: Terms, m: int) -> Iterator[tuple[tuple[int, ...], Balance]]:
+    """Numbers of devices of the stages, and cuts: all of them if these are few, or those whose most
+    costly stage costs least, for up to so many devices that share one.
+    """
+    layers, devices = len(terms.profile.layers), len(terms.machine)
+    numbers = range(1, min(layers, devices) + 1)
+    if sum(math.comb(layers - 1, n - 1) * math.comb(devices, n) for n in numbers) <= _LAYOUTS:
+        for n in numbers:
+            for ends in combinations(range(1, layers), n - 1):
+                for used in combinations(range(1, min(devices, n * m) + 1), n):
+                    replicas = tuple(b - a for a, b in pairwise((0, *used)))
+                    yield replicas, tuple(b - a for a, b in pairwise((0, *ends, layers)))
+        return
+    chain, limit = terms.chain(m), min(terms.machine.memory)
+    at = (*range(0, layers, -(-layers // _BOUNDARIES)), layers)
+    run, sent = chain.runs(at, False), chain.tensors["inputs"][[*at[:-1]], None]
+    rate = min(map(min, terms.machine.bandwidth))
+    one, trained = torch.ones_like(run.forward), doubles(terms.trained(0, end) for end in at)
+    held = [chain.held(run, one, one, mode).most(1) for mode in terms.modes[:2]]
+    work = (run.forward + run.backward).masked_fill(torch.stack(held).amin(0) > limit, math.inf)
+    exchange = 2 * (trained - trained[:-1, None]) / rate
+
+    def cost(_: int, d: int) -> Tensor:
+        return torch.maximum(-(-m // d) * work, m * sent / rate) + (d - 1) * exchange
+
+    found = dict[Any, None]()
+    for most in (1, 2, 4, 8, devices):
+        for k in {devices, devices - 1, most} if most <= devices else ():
+            _, stages = least_largest(len(at) - 1, k, min(k, most), cost)
+            layout = tuple(r for *_, r in stages), tuple(at[j] - at[i] for i, j, _ in stages)
+            found |= {layout: None} if stages else {}
+    yield from found
 
 
 def variants(

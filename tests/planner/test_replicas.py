@@ -1,4 +1,4 @@
-"""PipeDream's planner against every configuration there is, and pipes with the stages it finds."""
+"""PipeDream's formula against every configuration, and plans whose stages several devices share."""
 
 from __future__ import annotations
 
@@ -18,8 +18,9 @@ from syncpipe.balance.profile import LayerProfile, Profile, SkipProfile
 from syncpipe.options import consecutive
 from syncpipe.planner import NoPlan, replicated
 from syncpipe.planner.chain import Chain, costs_of
+from syncpipe.planner.draft import Form, Terms
 from syncpipe.planner.machine import Machine
-from syncpipe.schedules import build, simulate
+from syncpipe.schedules import build, one_f_one_b, simulate
 
 Stages = tuple[tuple[int, int, int], ...]
 
@@ -128,7 +129,7 @@ def test_the_step_is_that_of_the_simulation_and_gradients_exchanged() -> None:
     assert plan.chosen.memory == pytest.approx((4 * 32 + 32, 4 * 32 + 32))
 
 
-def test_what_does_not_fit_has_smaller_micro_batches() -> None:
+def test_what_does_not_fit_is_laid_out_in_another_way() -> None:
     once, stored = {1: 1.0, 12: 2.0}, {1: 10.0, 12: 120.0}
     layers = [LayerProfile(f"{k}", once, once, {1: 0, 12: 0}, stored) for k in range(2)]
     free, limited = (
@@ -137,15 +138,48 @@ def test_what_does_not_fit_has_smaller_micro_batches() -> None:
         for limit in (math.inf, 30.0)
     )  # fmt: skip
     assert max(free.chosen.on_device) > 30 >= max(limited.chosen.on_device)
-    assert limited.chunks > free.chunks
+    assert limited.step_time > free.step_time
     with pytest.raises(NoPlan, match=r"no plan fits into memory.* more than the 5 B"):
         syncpipe.plan(
             Profile(tuple(layers)), devices=Machine.even(4, 5.0), batch_size=12, replicas=True
         )
 
 
-def test_a_mini_batch_of_fewer_samples_than_devices_leaves_replicas_without_one() -> None:
+def test_no_replica_is_without_a_micro_batch() -> None:
     vgg_like = profile([40, 40, 10], [100, 1, 1], [1, 1, 400])
     plan = syncpipe.plan(vgg_like, devices="4 x 1GB, 10B/s", batch_size=2, replicas=True)
-    assert (plan.replicas, plan.chunks) == ([3, 1], 2)
+    assert (plan.replicas, plan.chunks) == ([2, 1], 2)
     assert plan.bound <= plan.step_time
+
+
+def chain(times: list[float], parameters: list[int]) -> Profile:
+    layers = zip(times, parameters, strict=True)
+    return Profile(
+        tuple(
+            LayerProfile(str(k), {1: t}, {1: 2 * t}, {1: 1}, {1: 2}, parameter_bytes=p)
+            for k, (t, p) in enumerate(layers)
+        )
+    )
+
+
+@pytest.mark.parametrize(
+    ("layers", "machine"),
+    [
+        (chain([2, 2, 2, 2], [5, 5, 5, 5]), Machine.even(2, 60.0, 100.0)),
+        (chain([2, 2, 2, 2], [5, 5, 5, 5]), Machine.even(4, 60.0, 100.0)),
+        (chain([2, 2, 2], [4, 4, 4]), Machine.even(3, math.inf, 1.0)),
+        (chain([3, 1, 4], [1, 1, 30]), Machine.even(4, math.inf, 10.0)),
+    ],
+    ids=["tight", "tight, four devices", "slow links", "one heavy layer"],
+)
+def test_no_layout_is_faster(layers: Profile, machine: Machine) -> None:
+    terms, times = Terms(layers, machine, 8, 4.0), list[float]()
+    for stages in every(len(layers.layers), len(machine)):
+        for fewer in range(len(machine)):
+            replicas = [max(1, r - fewer) for *_, r in stages]
+            form = Form(one_f_one_b(8, consecutive(replicas)))
+            draft = terms.draft(form, [j - i for i, j, _ in stages])
+            times += [draft.time] if draft and draft.excess <= 1 else []
+    plan = syncpipe.plan(layers, devices=machine, batch_size=8, chunks=8, replicas=True)
+    assert plan.step_time <= min(times) * (1 + 1e-9)
+    assert max(a / b for a, b in zip(plan.chosen.on_device, machine.memory, strict=False)) <= 1
