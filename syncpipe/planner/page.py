@@ -15,6 +15,7 @@ from typing import Any
 
 from syncpipe.planner.alternatives import Alternative
 from syncpipe.planner.chain import chunk_counts, sizes_of
+from syncpipe.planner.draft import ADAM
 from syncpipe.planner.search import AUTO, TITLES
 from syncpipe.words import columns, count, duration, in_bytes
 
@@ -27,10 +28,12 @@ _WIDTH = 96
 #: Time of the interpreter is told from this part of the step on, and is what limits it from this
 #: part on: it is a lower bound.
 _NOTICED, _TIGHT = 0.1, 0.9
-#: What a pipe could run instead is worth a word if it takes so much less, relative.
+#: What could be done instead is worth a word if it takes so much less, relative.
 _WORTH = 1.01
 #: More micro-batches for each device are unusual, unless small ones were measured.
 _USUAL = 4
+#: So many layers or more are listed on demand.
+_OPEN = 20
 #: Measured times that differ by more than this are told.
 _SPREAD = 0.05
 
@@ -132,17 +135,17 @@ def _verdict(plan: Plan) -> tuple[str, bool]:
     alone = plan.chosen.form.devices == 1 < len(plan.machine) and not plan.fixed
     if alone:
         words.append("No pipeline that was found is faster than one of these devices alone.")
-    better = [pair for pair in faster if pair[1].instead][:1]
+    better = [pair for pair in faster if pair[1].instead and pair[0] > _WORTH][:1]
     for times, one in better:
-        much = f"{times:.2f} times " * (times >= 1.005)
         words.append(
-            f"The plain truth: {one.name} would be {much}as fast as this plan ("
+            f"The plain truth: {one.name} would be {times:.2f} times as fast as this plan ("
             f"{duration(step / times)} a step). Use {one.instead}, unless something else speaks "
             "for a pipeline."
         )
     if not better and not alone:
         which = "Nothing else" if words else "Nothing"
-        words.append(f"{which} that was looked at is faster than this plan.")
+        much = f" by more than {_WORTH - 1:.0%}" * bool(faster)
+        words.append(f"{which} that was looked at is faster than this plan{much}.")
     return " ".join(words), not better
 
 
@@ -191,7 +194,12 @@ def _notes(plan: Plan) -> list[str]:
     is too much, and what devices with several stages hold at once.
     """
     chain, chosen, names = plan.terms.chain(plan.chunks), plan.chosen, plan.machine.names
-    words = "memory: parameters, gradients, optimizer, what is stored for backward"
+    scale = plan.terms.param_scale
+    adam = ": Adam's states in the parameters' dtype" * (scale == ADAM)
+    words = (
+        f"memory: parameters, gradients, optimizer (param_scale={scale:g}{adam}), what is stored"
+    )
+    words += " for backward"
     if chain.peaks:
         held = plan.terms.stages(chosen.form, plan.balance, chosen.modes)
         most, early = max(x.transient for x in held), max(x.arrived for x in held)
@@ -311,6 +319,7 @@ def save(path: str | os.PathLike[str], plan: Plan) -> None:
         "figures": (f"<div>{name} <b>{_clean(x)}</b>{_clean(of)}</div>" for name, x, of in figures),
         "stages": [_row(*_HEADER, tag="th"), *(_row(*map(_clean, row)) for row in _rows(plan))],
         "layers": _layers(plan),
+        "open": " open" * (len(plan.profile.layers) < _OPEN),
         "step": svg[max(0, svg.find("<svg")) :],
         "memory": _held(plan),
         "alternatives": _bars(plan),

@@ -286,7 +286,7 @@ def test_what_is_said_for_which_plan() -> None:
         assert ("are tried on demand only" in text) is capped
     other = Alternative("data parallelism, 2 copies", 0.999 * plan.step_time, instead="that")
     text = said_by(Plan(plan.terms, plan.chosen, [other]))  # not "1.00 times as fast"
-    assert "data parallelism, 2 copies would be as fast as this plan" in text
+    assert "Nothing that was looked at is faster than this plan by more than 1%." in text
 
 
 def test_the_page_says_what_every_schedule_takes() -> None:
@@ -372,6 +372,8 @@ def test_the_html_page_has_the_verdict_stages_layers_memory_and_alternatives(
     assert 'name="viewport" content="width=device-width' in shown
     assert "prefers-color-scheme: dark" in shown
     HTMLParser().feed(shown)
+    assert "<details open>" in shown
+    assert shown.count('<div class="wide') == 5  # what is wide scrolls by itself
     for layer in plan.profile.layers:
         assert f"<td>{layer.name}</td>" in shown
     for s, stage in enumerate(plan.stages):
@@ -398,6 +400,12 @@ def test_the_verdict_comes_first_and_is_red_where_one_should_not_pipeline(
     assert 'class="verdict good"' in page(Plan(light.terms, light.chosen, []), tmp_path)
     with pytest.raises(ValueError, match=r"plan.pdf' must end in \.html; plan.timeline"):
         light.save(tmp_path / "plan.pdf")
+
+
+def test_many_layers_are_listed_on_demand_and_states_of_adam_are_named(tmp_path: Path) -> None:
+    shown = page(planned(profile_of([1] * 20), "2 x 1GB, 10GB/s", chunks=4), tmp_path)
+    assert "<details><summary>" in shown
+    assert "(param_scale=4: Adam&#x27;s states in the parameters&#x27; dtype)" in shown
 
 
 def test_names_of_any_kind_are_text(tmp_path: Path) -> None:
