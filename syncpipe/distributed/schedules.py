@@ -108,7 +108,7 @@ class _Checked:
     _begun: partial[_MiniBatch]
     _running: tuple[Any, Any] = None, None  # for which stages, and the schedule
     metrics: dict[str, Any] | None = None
-    weighs = _sharded = False
+    weighs = _sharded = _replicated = False
 
     def step(
         self,
@@ -224,6 +224,9 @@ class _Checked:
             )
         parts = list(chain(*[stage.submod.modules() for stage in owner.stages]))
         self._sharded = any(isinstance(part, FSDPModule) for part in parts)
+        groups = [p.process_group for p in parts if isinstance(p, DistributedDataParallel)]
+        meshes = [getattr(p, "device_mesh", None) for p in owner.parameters() if self._sharded]
+        self._replicated = any(each is not None and each.size() > 1 for each in [*groups, *meshes])
         for stage in owner.stages if name in _HALVES else ():
             parts = list(stage.submod.modules())
             if any(isinstance(part, DistributedDataParallel) for part in parts):
@@ -254,6 +257,12 @@ class _Checked:
         """By what gradients are multiplied where weights came with the losses, on all ranks."""
         owner = self._of[0]
         factor = batch.factor() if owner.last is not None else torch.ones(1)
+        if batch.weighed and self._replicated and batch.group is None:
+            raise ValueError(
+                "losses came with weights, and stages are in fully_shard or "
+                "DistributedDataParallel, whose gradients of several mini-batches are one already: "
+                "give schedule(..., data_parallel=mesh['dp']), by which all weights are summed"
+            )
         factor = factor.to(owner.device, torch.float64, copy=True).reshape(1)
         owner.broadcast(factor)
         return factor.float()
@@ -277,7 +286,7 @@ class _MiniBatch(Source):
         args, kwargs, target = given
         first, last = owner.first, owner.last
         refresh(owner)
-        self._owner, self._keep, self._group, self._scale = owner, keep, group, 1
+        self._owner, self._keep, self.group, self._scale = owner, keep, group, 1
         self.outputs: list[Any] = []
         self.shares: list[Tensor] = []
         # Also where it is not needed, so that all ranks refuse a batch that all are given.
@@ -352,6 +361,11 @@ class _MiniBatch(Source):
         self.shares.append(root)
         return torch.stack([root.to(torch.float32)])
 
+    @property
+    def weighed(self) -> bool:
+        """Whether losses came with weights."""
+        return self._objective is not None and self._objective.came_with_weights
+
     def factor(self) -> Tensor:
         """One by the weights of the losses, if they came with these."""
         objective = self._objective
@@ -364,9 +378,9 @@ class _MiniBatch(Source):
     def _mean(self, weight: Any) -> Tensor:
         """Of those of the ranks with the same stage."""
         mean = torch.as_tensor(weight, dtype=torch.float32).to(self._owner.device, copy=True)
-        if self._group is not None:
-            dist.all_reduce(mean, group=self._group)
-            mean /= dist.get_world_size(self._group)
+        if self.group is not None:
+            dist.all_reduce(mean, group=self.group)
+            mean /= dist.get_world_size(self.group)
         return mean
 
     def losses_of_all(self, losses: list[Any]) -> Tensor:
