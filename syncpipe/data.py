@@ -12,7 +12,15 @@ import copy
 import copyreg
 import dataclasses
 import gc
-from collections.abc import Callable, Iterable, Iterator, MutableMapping, MutableSequence, Sequence
+from collections.abc import (
+    Callable,
+    Iterable,
+    Iterator,
+    MutableMapping,
+    MutableSequence,
+    Sequence,
+    Set,
+)
 from dataclasses import dataclass, field
 from types import ModuleType
 from typing import Any
@@ -279,7 +287,12 @@ def scatter(input: Any, chunks: int) -> list[Any]:
     :class:`NoChunk`, go whole to every micro-batch. Refuses what cannot be cut, also because a
     micro-batch would get another part of one tensor than of another one.
     """
-    return _scattered(input, chunks, {"input": input})[0]
+    return scatter_sized(input, chunks)[0]
+
+
+def scatter_sized(input: Any, chunks: int) -> tuple[list[Any], list[int]]:
+    """As :func:`scatter`, and the number of samples in each micro-batch."""
+    return _scattered(input, chunks, {"input": input})
 
 
 def scatter_pair(input: Any, target: Any, chunks: int) -> tuple[list[Any], list[Any], list[int]]:
@@ -395,6 +408,39 @@ def gather(outputs: list[Any]) -> Any:
     return unflatten([_gathered(row, first, k) for k, row in enumerate(rows)], structures[0])
 
 
+def samples_elsewhere(
+    outputs: list[Any], sizes: Sequence[int], dimensions: Set[int] | None = None
+) -> str:
+    """Which output of micro-batches has its samples in another dimension than 0, in words, or "".
+
+    Rows that are a multiple of the samples may be samples times something (tokens of all sequences,
+    flattened), and the other dimension have that size by chance. Then it counts if the rows are one
+    of the ``dimensions`` of the input, or else it has three of its own and they are not samples
+    times one of these; without ``dimensions`` always.
+    """
+    leaves = flatten(outputs[0])[0]
+    if len(outputs) < 2 or all(
+        isinstance(leaf, Tensor) and leaf.dim() and len(leaf) == sizes[0] for leaf in leaves
+    ):
+        return ""  # nearly always
+    columns = zip(*[flatten(output)[0] for output in outputs], strict=False)
+    for name, row in zip(leaf_names("output", outputs[0]), columns, strict=False):
+        shapes = [tensor.shape for tensor in row if isinstance(tensor, Tensor) and tensor.dim()]
+        if len(set(map(len, shapes))) != 1 or len(shapes) < len(sizes):
+            continue
+        rows, *others = map(list, zip(*shapes, strict=True))
+        if rows == list(sizes) or list(sizes) not in others:
+            continue
+        n, samples, d = rows[0], sizes[0], others.index(list(sizes)) + 1
+        if dimensions is not None and [r * samples for r in rows] == [n * s for s in sizes]:
+            times = n // samples if n % samples == 0 else 0
+            is_time = n in dimensions and (samples > 1 or len(others) > 1)
+            if times and not is_time and (len(others) < 2 or times in dimensions):
+                continue
+        return f"{name} is {described(row[0])} for {samples} samples, so dimension {d} has them"
+    return ""
+
+
 def _gathered(row: Sequence[Any], output: Any, k: int) -> Any:
     """What the micro-batches gave at the ``k``-th leaf of the output, as one value."""
     if not any(isinstance(value, Tensor) for value in row):
@@ -418,7 +464,8 @@ def _gathered(row: Sequence[Any], output: Any, k: int) -> Any:
             shapes = ", ".join(map(described, row))
             wrong = (
                 f"cannot be concatenated along dimension 0, the micro-batches gave {shapes}: "
-                f"{error}. Bring the other dimensions to one size (pad them) in the last layer."
+                f"{error}. Bring the other dimensions to one size (pad them) in the last layer, "
+                "and samples into dimension 0."
             )
     raise ValueError(f"{leaf_names('output', output)[k]} {wrong}")
 

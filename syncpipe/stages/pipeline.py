@@ -85,6 +85,7 @@ class Pipeline:
         stages: by number: the stages, and after them all other replicas.
         worker_of: by number the index of the worker.
         placement: for each stage the index of its worker, or those of its replicas.
+        has_joined: whether outputs of several micro-batches were put together before.
         streaming: whether ``train_stream`` is on its way, so that weights are of no one moment.
         modes: whoever runs a forward of ``pipe(x)`` uses them, and an evaluation changes them.
         results: the number of that replica on whose device the caller gets the outputs.
@@ -125,7 +126,7 @@ class Pipeline:
             first = last
         self.stages += more
         self.engine = Engine(self.workers)
-        self.streaming = False
+        self.has_joined = self.streaming = False
         self.training = threading.RLock()  # what a failed call puts back must be its own
         self.modes = Modes()
         self.process = os.getpid()

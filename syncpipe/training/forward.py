@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 from torch.nn.parameter import is_lazy
 
-from syncpipe.data import described, gather, map_tensors, scatter, tensors_in, users_of
+from syncpipe.data import described, gather, map_tensors, scatter_sized, tensors_in, users_of
 from syncpipe.runtime.graph import captured, go_back
 from syncpipe.runtime.interrupts import Swap, undone
 from syncpipe.runtime.recomputation import copy_of, is_small, version_of
@@ -36,7 +36,7 @@ from syncpipe.stages.call import Call, needs_graph, plain
 from syncpipe.stages.pipeline import Pipeline
 from syncpipe.training.cell import ANCHOR, Border, Cell, Leaves
 from syncpipe.training.sources import Source
-from syncpipe.training.train import TrainingTask
+from syncpipe.training.train import TrainingTask, joined
 
 _TWICE = (
     "Trying to backward through a mini-batch of a pipe a second time: what its layers stored is "
@@ -54,14 +54,14 @@ def forward(
 
     With ``inline="graph"`` it leaves the graph of the layers.
     """
-    micro_batches = scatter(input, chunks)
+    micro_batches, sizes = scatter_sized(input, chunks)
     if inline == "graph" or needs_graph():
         return gather(plain(pipeline, micro_batches, checkpoint))
     call = Call(
         pipeline, len(micro_batches), checkpoint=checkpoint, inline=bool(inline),
         recorder=recorder, graph=True,
     )  # fmt: skip
-    source, head = Source(micro_batches, [None] * call.m, [0] * call.m), _Outputs(call)
+    source, head = Source(micro_batches, [None] * call.m, sizes), _Outputs(call)
     leaves = Captured(call, micro_batches) if call.state.grad else None
     task = TrainingTask(call, source, head, leaves)
     call.run(forward_steps(pipeline.edges, call.m, pipeline.placement), task)
@@ -69,7 +69,7 @@ def forward(
     if leaves is not None and any(map(any, head.flags)):
         entered = [tensor for i in range(call.m) for tensor in source.inputs(i)]
         outputs = leaves.joined(task, head, entered, outputs)
-    return gather(outputs)
+    return joined(pipeline, outputs, source)
 
 
 class _Outputs:

@@ -99,6 +99,7 @@ class Source:
         m: how many.
         total: the number of samples in all of them, where it is known.
         sizes: in each of them; 0 before one is pulled.
+        dimensions: the sizes of all other dimensions of the first one.
         turns: the lock of those that are lazy; to be taken before the random generators.
     """
 
@@ -106,7 +107,7 @@ class Source:
     turns: threading.Lock
 
     def __init__(self, inputs: list[Any], targets: list[Any], sizes: list[int]) -> None:
-        self.m, self.sizes = len(inputs), sizes
+        self.m, self.sizes, self.dimensions = len(inputs), sizes, set[int]()
         self.total = None if self.lazy else sum(sizes)
         self._inputs, self._targets = list(inputs), dict(enumerate(targets))
 
@@ -114,7 +115,10 @@ class Source:
         return self._pulled(i, self._inputs[i])
 
     def _pulled(self, i: int, input: Any) -> Any:
-        self._inputs[i] = [tensor for tensor in tensors_in(input) if tensor.requires_grad]
+        tensors = tensors_in(input)
+        if i == 0:
+            self.dimensions = {size for tensor in tensors for size in tensor.shape[1:]}
+        self._inputs[i] = [tensor for tensor in tensors if tensor.requires_grad]
         return input
 
     def inputs(self, i: int) -> list[Tensor]:

@@ -10,6 +10,7 @@ stage of its own, see ``Call``.)
 from __future__ import annotations
 
 import math
+import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from copy import copy
@@ -23,7 +24,8 @@ import torch
 from torch import Tensor, nn
 from torch.autograd import profiler
 
-from syncpipe.data import compact, gather, tensors_in
+from syncpipe.data import compact, gather, samples_elsewhere, tensors_in
+from syncpipe.hints import outside
 from syncpipe.runtime.engine import Run
 from syncpipe.runtime.errors import annotate
 from syncpipe.runtime.interrupts import undone
@@ -384,7 +386,7 @@ def train(
                 call.run(steps, task)
 
             undone(run, map(OrderedDict.update, places, hooks))
-            results = _results(call, head, objective)
+            results = _results(call, head, objective, source)
             if check is not None:
                 counts.compare(check, draws=any(head.draws.values()))
             _complete(task, head, objective, leaves, averaging)
@@ -460,7 +462,7 @@ def evaluate(
         task = TrainingTask(call, source, head)
         steps = forward_steps(pipeline.edges, source.m, pipeline.placement)
         call.run(steps, task)
-        results = _results(call, head, objective)
+        results = _results(call, head, objective, source)
         if check is not None:
             counts.compare(check, draws=any(head.draws.values()))
         if weighed is not None and objective is not None:
@@ -475,7 +477,21 @@ def evaluate(
         return pipeline.modes.changing(partial(_in_eval_mode, module, modules, run))
 
 
-def _results(call: Call, head: LossHead, objective: Objective | None) -> Any:
+def joined(pipeline: Pipeline, outputs: list[Any], source: Source) -> Any:
+    """The outputs of micro-batches as one; looks once whether samples are where they are joined."""
+    if len(outputs) > 1 and not pipeline.has_joined:
+        pipeline.has_joined = True
+        if found := samples_elsewhere(outputs, source.sizes, source.dimensions):
+            warnings.warn(
+                f"{found}, it seems, and the outputs of micro-batches are put together along "
+                "dimension 0: let the last layer put samples first, output.transpose(0, 1), or "
+                "compute the loss in train_batch. Ignore this if samples are in dimension 0",
+                stacklevel=outside(),
+            )
+    return gather(outputs)
+
+
+def _results(call: Call, head: LossHead, objective: Objective | None, source: Source) -> Any:
     """What the caller gets: the loss, the outputs, the metrics, or several of them."""
     pipeline = call.pipeline
     with torch.no_grad():
@@ -484,7 +500,9 @@ def _results(call: Call, head: LossHead, objective: Objective | None) -> Any:
             if len(pipeline.numbers[-1]) > 1:
                 objective.bring(call.lane_of[pipeline.results].device)
             loss, metrics = objective.loss(), objective.metrics()
-        outputs = None if head.outputs is None else gather(call.collected(head.outputs))
+        outputs = head.outputs
+        if outputs is not None:
+            outputs = joined(pipeline, call.collected(outputs), source)
     if loss is None:
         return outputs
     there = (True, head.outputs is not None, bool(metrics))

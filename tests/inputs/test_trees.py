@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import copy
+
+
+import warnings
 from collections import OrderedDict, UserDict, defaultdict, deque, namedtuple
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -565,3 +568,72 @@ def test_one_tensor_that_is_several_outputs_gets_the_gradient_of_the_plain_model
             gathered_again(module(x)).sum().backward()
         for a, b in zip(pipe.parameters(), layers.parameters(), strict=True):
             assert torch.equal(a.grad, b.grad)
+
+
+# --- samples in another dimension ------------------------------------------------------------
+
+MINI_BATCH = torch.randn(8, 6, 4)
+SHOWN = {
+    "pipe(x)": lambda pipe: pipe(MINI_BATCH),
+    "eval_batch": lambda pipe: pipe.eval_batch(MINI_BATCH),
+    "return_outputs": lambda pipe: pipe.train_batch(
+        MINI_BATCH, loss_fn=lambda output: output.mean(), return_outputs=True
+    ),
+}
+
+
+def last(function: Any) -> Pipe:
+    return Pipe([nn.Linear(4, 4), function], [1, 1], chunks=4)
+
+
+@pytest.mark.parametrize("run", SHOWN)
+@pytest.mark.parametrize(
+    ("function", "named"),
+    [
+        (
+            lambda x: x.transpose(0, 1),
+            r"output is float32\[6, 2, 4\] for 2 samples, so dimension 1",
+        ),
+        (lambda x: {"a": x, "b": x.permute(1, 2, 0)}, r"output\['b'\] is .* dimension 2"),
+        (lambda x: x.transpose(0, 1)[::2].repeat(1, 1, 2), r"float32\[3, 2, 8\].*dimension 1"),
+        (lambda x: x.sum(-1).t(), r"float32\[6, 2\].*dimension 1"),
+    ],
+)
+def test_samples_that_are_not_in_dimension_0_of_an_output_are_warned_of_once(run, function, named):
+    pipe = last(function)
+    with pytest.warns(UserWarning, match=named + r".*put together along dimension 0.*transpose"):
+        SHOWN[run](pipe)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        SHOWN[run](pipe)
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda x: x.flatten(0, 1),
+        lambda x: x.flatten(0, 1)[:, :2],  # as many classes as samples in a micro-batch
+        lambda x: x.flatten(0, 1).unsqueeze(1).expand(-1, 2, -1),
+        lambda x: x[:, :2],
+        lambda x: (x, x.flatten(), {"mean": x.mean((1, 2))}),
+    ],
+)
+@pytest.mark.parametrize("run", SHOWN)
+def test_rows_of_samples_may_be_of_any_number(run, function):
+    pipe = last(function)
+    if run == "return_outputs":
+        pipe = Pipe([*pipe], [1, 1], chunks=1)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        SHOWN["pipe(x)" if run == "return_outputs" else run](pipe)
+
+
+def test_the_check_of_a_loss_leaves_alone_what_is_not_put_together_along_dimension_0():
+    def loss_fn(output: Tensor, target: Tensor) -> Tensor:
+        return (output.transpose(0, 1) - target).square().mean()
+
+    pipe, target = last(lambda x: x.transpose(0, 1)), torch.randn(8, 6, 4)
+    expected = loss_fn(nn.Sequential(*pipe)(MINI_BATCH), target)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        torch.testing.assert_close(pipe.train_batch(MINI_BATCH, target, loss_fn=loss_fn), expected)
