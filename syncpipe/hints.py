@@ -5,10 +5,12 @@ from __future__ import annotations
 import functools
 import inspect
 import sys
+import warnings
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from difflib import get_close_matches
+from numbers import Integral
 from pathlib import Path
 from typing import Any, NoReturn, ParamSpec, TypeVar
 
@@ -20,7 +22,7 @@ from syncpipe.runtime.thread_state import uncompiled
 
 __all__ = [
     "FixedLayers", "FixedList", "check_setting", "explained", "outside", "refuse_backward",
-    "target_hint", "unknown_attribute",
+    "target_hint", "unknown_attribute", "warn_of_counts",
 ]  # fmt: skip
 
 _P = ParamSpec("_P")
@@ -229,6 +231,23 @@ def target_hint(call: str, input: Any, target: Any) -> Iterator[None]:
             note = f"the input is a {kind}, and there is no target. If that is {hint}, loss_fn=...)"
             annotate(error, note)
         raise
+
+
+def warn_of_counts(name: str, values: Sequence[Any]) -> None:
+    """Warns of a metric that counts, for it comes back as a mean over the micro-batches."""
+    first = values[0]
+    if isinstance(first, Tensor):
+        counts = not (first.dim() or first.is_floating_point() or first.is_complex())
+        counts = counts and first.dtype is not torch.bool
+    else:
+        counts = isinstance(first, Integral) and not isinstance(first, bool)
+    if counts and len(values) > 1:
+        warnings.warn(
+            f"the metric {name!r} is an integer, and what comes back is the mean over "
+            f"{len(values)} micro-batches, as of the loss: return a rate, and no count; or a "
+            "tensor of one dimension, to have a list of them",
+            stacklevel=outside(),
+        )
 
 
 def outside() -> int:

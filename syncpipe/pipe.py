@@ -514,7 +514,7 @@ class Pipe(ModelNames):
         Returns:
             The loss of the mini-batch, detached, without dimensions, on the last device; or a tuple
             of it, the outputs if they were asked for, and a dict of metrics if there are any:
-            numbers combined as the losses are, anything else as a list.
+            numbers averaged as the losses are (return a rate, not a count), all else as a list.
 
         Whatever the call raises, ``.grad`` of all leaves is then what it was before it, and the
         pipe goes on working. While the total weight is not known (``(loss, weight)``, micro-batches

@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 
 from syncpipe.data import compact, distinct, map_tensors
+from syncpipe.hints import warn_of_counts
 from syncpipe.runtime.errors import annotate
 from syncpipe.runtime.streams import moved
 from syncpipe.stages.call import Call
@@ -164,6 +165,8 @@ class Objective:
         found: dict[str, Any] = {}
         for name in self._metrics[0]:
             values = [metrics[name] for metrics in self._metrics]
+            if not self.adds_up:
+                warn_of_counts(name, values)
             single = all(
                 v.dim() == 0 and not v.is_complex() if isinstance(v, Tensor)
                 else isinstance(v, numbers.Real)

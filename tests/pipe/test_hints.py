@@ -293,3 +293,19 @@ def test_without_safetensors_checkpoints_say_what_to_install(
     for call in (syncpipe.checkpoints.save, syncpipe.checkpoints.load):
         with pytest.raises(ImportError, match=r"pip install 'syncpipe\[safetensors\]'"):
             call(a_pipe(), tmp_path)
+
+
+@pytest.mark.parametrize("count", [lambda kept: kept.sum(), lambda kept: int(kept.sum())])
+@pytest.mark.parametrize("call", ["train_batch", "eval_batch"])
+def test_a_metric_that_counts_is_warned_of(call: str, count: Any) -> None:
+    def loss_fn(output: Tensor, target: Tensor) -> Any:
+        kept = output.argmax(1) == target
+        rate = {"rate": kept.float().mean(), "all": kept.all(), "each": kept.sum().reshape(1)}
+        return F.cross_entropy(output, target, reduction=reduction), {"n": count(kept), **rate}
+
+    reduction = "mean"
+    with pytest.warns(UserWarning, match="metric 'n' is an integer.*a rate, and no count") as seen:
+        getattr(a_pipe(), call)(X, Y, loss_fn=loss_fn)
+    assert len(seen) == 1
+    reduction = "sum"
+    getattr(a_pipe(), call)(X, Y, loss_fn=loss_fn, loss_reduction="sum")
