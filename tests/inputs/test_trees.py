@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import copy
-
-
 import warnings
 from collections import OrderedDict, UserDict, defaultdict, deque, namedtuple
 from collections.abc import Callable
