@@ -302,8 +302,9 @@ class Life:
                     run(), run()
                     large.made = 0
                     run()
-                for new, old in zip(_stages(fresh), _stages(pipe), strict=False):
-                    new.changes.any |= old.changes.any  # a lock that threads may need since then
+                for new, old in zip(fresh._ready().stages, pipe._ready().stages, strict=True):
+                    for stage in _pieces(new):  # a lock that threads may need since then
+                        stage.changes.any |= any(piece.changes.any for piece in _pieces(old))
                 taken.append((large.made, min(_python_calls(run) for _ in range(2))))
             assert taken[1] <= taken[0], f"(copies, calls): {taken[1]}, of a fresh pipe {taken[0]}"
             assert not large.made
@@ -416,9 +417,9 @@ class Life:
             others[name].grad = None if leaf.grad is None else leaf.grad.clone()
 
 
-def _stages(pipe: Pipe) -> list[Any]:
-    """The stages, and their pieces that are recomputed by themselves."""
-    return [s for each in pipe._ready().stages for s in (each, *[u for u, _ in each._units[1]])]
+def _pieces(stage: Any) -> list[Any]:
+    """A stage, and its pieces that are recomputed by themselves."""
+    return [stage, *[piece for piece, _ in stage._units[1]]]
 
 
 def _workers(devices: Sequence[int]) -> list[str]:
@@ -697,7 +698,7 @@ def _drawn_event(chance: random.Random, name: str, count: int, kinds: Sequence[s
             "loss": pick(["sum", "weighted", "anew", "anew"]),
             "autocast": pick(["cached", "anew"]),
             "computed": True,
-            "under": pick(["inline", "profiler", "tracer", "thread", "draws"]),
+            "under": pick(["inline", "profiler", "tracer", "thread", "draws", "evaluation"]),
         }
         given = {key: value for key, value in values.items() if chance.random() < often[key]}
         return name, (pick(drivers),), {"size": chance.randint(1, 6), **given}

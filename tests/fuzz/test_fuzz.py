@@ -105,6 +105,8 @@ THREE = "balance=(1, 2), devices=(0, 1), chunks=4"
         # What was seen in one call holds for that call.
         (f"'linear', 'sometimes', {TWO}", "change(1, 2); call('train'); change(1, 0.5); end()"),
         (f"'linear', 'factor', {TWO}", "call('train', under='tracer'); end()"),
+        # An evaluation in another thread.
+        (f"'linear', 'batch_norm', {TWO}", "call('forward', under='evaluation')"),
         # Layers that are replaced.
         (
             f"'linear', 'linear', {TWO}",
