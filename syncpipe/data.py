@@ -531,17 +531,14 @@ def place_of(tensor: Tensor) -> Any:
 
 
 def users_of(tensor: Tensor) -> int:
-    """How many tensors use the memory of one, which counts as one; 0 where it has no storage."""
+    """How many tensors use the memory of one, itself included; 0 where it has no storage."""
     if not torch._C._has_storage(tensor):  # a sparse one
         return 0
-    return _users(tensor) - _ALONE + 1
+    return int(torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)) - _ASKING
 
 
-def _users(tensor: Tensor) -> int:
-    return int(torch._C._storage_Use_Count(tensor.untyped_storage()._cdata))
-
-
-_ALONE = _users(torch.empty(1))  # the tensor itself, and in some versions whoever asks
+_ASKING = 0  # in some versions who asks counts, too
+_ASKING = users_of(torch.empty(1)) - 1
 
 
 def is_part(tensor: Tensor) -> bool:

@@ -403,7 +403,8 @@ class Recomputation:
         if shapes is not None:
             self.stored = _stored_by(outputs, begins, shapes=shapes)
         made: dict[int, Tensor] = {}
-        self._look()
+        if self._noted:
+            self._look()
         for module, name in self._lazy:  # it has its first value now, which is as good
             if (buffer := module._buffers[name]) is not None:
                 self._copies[module, name] = copy_of(buffer, made)

@@ -142,7 +142,8 @@ def own_memory(
     What has a graph was made in the cell, and no parameter changes before the optimizer's step
     (unless ``all_leaves`` may). What the cell was given is marked already.
     """
-    tensors = tensors_in(outputs)
+    alone = type(outputs[0]) is Tensor and not outputs[1]
+    tensors = [outputs[0]] if alone else tensors_in(outputs)
     held = [
         (references > _ALONE or _is_held(tensor))
         and tensor.grad_fn is None
