@@ -108,7 +108,7 @@ class Objective:
             if isinstance(first, Tensor):
                 first = torch.where(first == 0, torch.ones_like(first), first)
             self._divisor = self.m * (first if isinstance(first, Tensor) else first or 1)
-        if not (self.loss_fn.exact and isinstance(weight, Tensor)):
+        if not self.loss_fn.exact if isinstance(weight, Tensor) else not weight:
             loss = _with_a_part(loss, weight, output)
         share = self._share(weight, self._divisor)
         if not isinstance(share, Tensor) and self._accumulate == 1 and self._scaler is None:
