@@ -175,7 +175,7 @@ class Turn:
         self._outer: Turn | None = None
         self.held = self.drew_outside = self.touches = self.nests = False
         self.draws = 0
-        self.ends: list[Tensor] = []
+        self.ends: dict[_Key, list[Tensor]] = {}
 
     def holding(self, run: Callable[[], _T]) -> _T:
         def drawing() -> _T:
@@ -348,7 +348,7 @@ def run_seeded(
         output = turn.observed(layer, value) if observe else layer(value)
         for key, generator in picked if mark else ():
             if key != _CPU:
-                turn.ends += fingerprint(states_of([generator]))
+                turn.ends[key] = fingerprint(states_of([generator]))
         return output
 
     output = turn.holding(run)

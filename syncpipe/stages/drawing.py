@@ -93,7 +93,7 @@ class Drawing:
             which, wanted = (0, None) if drawn is None else drawn.get(k, unknown)
         elif drawn is not None:
             drawn[k] = which, None  # a backward inside of the layer recomputes this cell now
-        ends: list[Tensor] = []
+        ends: dict[Any, list[Tensor]] = {}
         if which:
             cell = (self.run.seed, stage.first + k, i)
             value, seen = run_seeded(
@@ -111,8 +111,8 @@ class Drawing:
         else:
             value = layer(value)
         if drawn is not None and not again:
-            drawn[k] = self.draws[k], fingerprint(value) + ends
-        elif wanted is not None and not same_fingerprints(wanted, fingerprint(value) + ends):
+            drawn[k] = self.draws[k], (fingerprint(value), ends)
+        elif wanted is not None and not _is_same(wanted, (fingerprint(value), ends)):
             stage.late.add(k)
             stage.drew.clear()  # which said that it does not
             raise RuntimeError(_OTHERWISE.format(stage.layer(k)))
@@ -183,3 +183,12 @@ def compared(run: Any, inner: Any) -> Any:
         return outputs
 
     return outer
+
+
+def _is_same(one: Any, other: Any) -> bool:
+    """Whether two runs gave the same, and drew as much from the generators that both held."""
+    (values, ends), (others, other_ends) = one, other
+    held = ends.keys() & other_ends.keys()  # the first cell of a call holds all of them
+    return same_fingerprints(values, others) and all(
+        same_fingerprints(ends[key], other_ends[key]) for key in held
+    )
