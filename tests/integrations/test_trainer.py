@@ -159,7 +159,6 @@ def accuracy(prediction: Any) -> dict[str, float]:
         ("tokens", {"label_smoothing_factor": 0.3, "compute_metrics": accuracy}),
         ("sequences", {"compute_metrics": accuracy, "lr_scheduler_type": "cosine"}),
     ],
-    ids=str,
 )
 def test_losses_metrics_and_weights_are_those_of_the_plain_trainer(kind, options, tmp_path):
     names = {"compute_loss_func", "compute_metrics"}
