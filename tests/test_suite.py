@@ -65,8 +65,8 @@ def test_mutants_are_found_wherever_the_package_waits_locks_and_orders():
 
 def test_files_that_are_run_by_name_are_there():
     ci = (TESTS.parent / ".ci" / "run").read_text(encoding="utf-8")
-    named = re.findall(r"tests/[\w/.]+", ci[ci.index("torch_tests=") :])
+    named = re.findall(r"tests/[\w/.]+", ci[ci.index("pure_tests=") :])
     named += [a for d in DETECTORS.values() for a in d.arguments if a.startswith("tests/")]
-    assert len(named) > 20
+    assert len(named) > 10
     for name in named:
         assert (TESTS.parent / name).exists(), name

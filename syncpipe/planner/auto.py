@@ -94,6 +94,7 @@ def auto(
             "syncpipe.checkpoints.load(pipe, ...)"
         )
     scale = param_scale_of(optimizer)
+    gc.collect()  # what others have left in cycles is no memory that is taken
     devices, limits = _room(devices, memory, model)
     layers = _layers(model, sample, sample_kwargs, len(devices))
     input = call_input(layers, sample, sample_kwargs)

@@ -180,7 +180,7 @@ BAD: dict[str, tuple[Any, Any, dict[str, Any], type[Exception], str]] = {
         r"needs [\d.]+ MB, [\d.]+ MB more than the 1.0+ MB",
     ),
     "a batch of none": (small, (X,), {"batch_size": 0}, ValueError, "batch_size=0"),
-    "two inputs for a Sequential": (linear, (Y, 1), {}, TypeError, "positional argument"),
+    "two inputs for a Sequential": (linear, (Y, 1), {}, TypeError, "takes one input"),
     "a batch that is text": (small, (X,), {"batch_size": "8"}, TypeError, "must be an integer"),
     "a batch of halves": (small, (X,), {"batch_size": 2.5}, TypeError, "batch_size=2.5: the "),
     "what it chooses": (small, (X,), {"chunks": 2}, TypeError, "chunks= is what Pipe.auto chooses"),

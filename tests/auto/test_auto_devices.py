@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import re
 from collections.abc import Iterator
 from contextlib import ExitStack
@@ -27,6 +28,7 @@ def unequal() -> Iterator[list[torch.device]]:
     if not simulated.loaded():
         pytest.skip("real devices have the size that they have")
     devices = simulated.devices(3)
+    gc.collect()  # what other tests left in cycles
     with ExitStack() as stack:
         for device, size in zip(devices, SIZES, strict=True):
             stack.enter_context(simulated.capacity(device, int(size)))

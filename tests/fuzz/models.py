@@ -628,8 +628,12 @@ KINDS: dict[str, Kind] = {
     "receive": Kind(Receive, passes=True),  # what it pops may be None
     "receive_unused": Kind(lambda: Receive(used=False), passes=True),
 }
-_ENDS = {"fork": ("join", "part"), "twice": ("meet", "part"), "weighs": ("weighed", "part")}
-_ENDS["center"] = ("centered", "part")
+_ENDS = {
+    "fork": ("join", "part"),
+    "twice": ("meet", "part"),
+    "weighs": ("weighed", "part"),
+    "center": ("centered", "part"),
+}
 _ALL_ENDS = {*sum(_ENDS.values(), ())}
 
 
