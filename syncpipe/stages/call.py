@@ -94,7 +94,6 @@ class MiniBatch:
             StageRun(stage, m, self.seed, mode, grad=state.grad)
             for stage, mode in zip(pipeline.stages, self.modes, strict=True)
         ]
-        self.that_draw = [m for stage in pipeline.stages for m in stage.that_draw]
         for numbers in pipeline.numbers:
             if pipeline.stages[numbers[0]].defers:
                 statistics = MiniBatchStatistics()
@@ -168,7 +167,7 @@ def plain(
             found.append(value)
         return found
 
-    held = partial(let_modules_hold, call.that_draw, run_all)
+    held = partial(let_modules_hold, pipeline.that_draw, run_all)
     # Inside another call's layer or loss: the order of locks is stage before random state.
     return outside_of_turn(partial(swapped, swaps, held) if swaps else held)
 
@@ -367,7 +366,7 @@ class Call(MiniBatch):
         try:
             # The order of locks is: stage before random state.
             run = partial(engine.run, steps, task.bind, self.state, inline=inline)
-            run = partial(let_modules_hold, self.that_draw, run)
+            run = partial(let_modules_hold, self.pipeline.that_draw, run)
             outside_of_turn(run if inline else partial(process_settled, run))
         finally:
             self.state.leave_devices()

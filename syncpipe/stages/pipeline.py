@@ -9,6 +9,8 @@ from collections.abc import Callable, Sequence
 from itertools import chain
 from typing import TypeVar
 
+from torch import nn
+
 from syncpipe.runtime.engine import Engine
 from syncpipe.runtime.interrupts import forkable, undone
 from syncpipe.runtime.random_numbers import outside_of_turn
@@ -143,6 +145,11 @@ class Pipeline:
     def with_modes(self, run: Callable[[], _T]) -> _T:
         """Runs a forward or a backward of ``pipe(x)``; not while another thread evaluates."""
         return run() if self.engine.is_running() else self.modes.using(run)
+
+    @property
+    def that_draw(self) -> list[nn.Module]:
+        """The modules, as they are now, that hold generators by themselves while a call runs."""
+        return [module for stage in self.stages for module in stage.that_draw]
 
     @property
     def on_cpu(self) -> bool:

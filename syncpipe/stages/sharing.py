@@ -115,54 +115,33 @@ class ShallowCopy:
         Raises:
             ValueError: a module has a ``forward`` that knows it.
         """
-        before, self._made, self._first = self._made, {}, []
+        made: dict[int, tuple[nn.Module, Any]] = {}
+        first: list[tuple[Any, Any, dict[str, Any], Sequence[str]]] = []
         own = [t for *_, t in places_of(self._original) if id(t) in others]
-        self._originals = {id(others[id(tensor)]): tensor for tensor in own}
+        originals: dict[int, Any] = {id(others[id(tensor)]): tensor for tensor in own}
         inside: set[nn.Module] = set()
         for _, module in self._original.named_modules(inside):
             pipe = getattr(module, "_syncpipe_skips_are_internal", False)
             if pipe and not any(id(p) in others for p in module.parameters()):
                 inside.update(module.modules())  # its layers stay as they are
                 continue
-            _, other = before.get(id(module), (None, None))
+            _, other = self._made.get(id(module), (None, None))
             if type(other) is not type(module):
                 other = object.__new__(type(module))
-            self._made[id(module)] = module, other
-        for module, other in self._made.values():
-            state = self._state(module, others)
+            made[id(module)] = module, other
+        for module, other in made.values():
+            state = _state(module, others, made)
             object.__setattr__(other, "__dict__", state)  # `__setattr__` may be the user's
-            self._originals[id(other)] = module
+            originals[id(other)] = module
             internal = _OF_PIPES if hasattr(module, "_syncpipe_skips_are_internal") else ()
             for name in ("__dict__", "_parameters", "_modules", "_buffers"):
                 there, here = getattr(module, name), getattr(other, name)
                 if there is not here:
-                    self._first.append((there, here, dict(here), internal))
-        self.partition = self._made[id(self._original)][1]
+                    first.append((there, here, dict(here), internal))
+        # Only now: copies that Ctrl-C came between are these next time, too.
+        self._made, self._first, self._originals = made, first, originals
+        self.partition = made[id(self._original)][1]
         return self.partition
-
-    def _state(self, module: nn.Module, others: dict[int, Tensor]) -> dict[str, Any]:
-        state = {ORIGINAL: module, **module.__dict__}  # that of a copy of a copy stays
-        for name, value in list(state.items()):
-            if type(value) is MethodType and id(value.__self__) in self._made:
-                state[name] = MethodType(value.__func__, self._made[id(value.__self__)][1])
-            elif type(value) is list and any(id(item) in others for item in value):
-                state[name] = _replaced(value, others)
-            elif others and name in _KNOWING and value is not None:
-                raise ValueError(
-                    f"a {type(module).__name__} has replicas, or weights in common with another "
-                    "stage, so that shallow copies of it run; and its forward was compiled, or put "
-                    "in the place of its class's, and knows this one module: give the stage one "
-                    "device, choose a balance that puts what is tied into one stage, or compile "
-                    "another layer"
-                )
-        state["_modules"] = {
-            name: self._made.get(id(child), (None, child))[1]
-            for name, child in module._modules.items()
-        }
-        state["_parameters"] = {k: others.get(id(t), t) for k, t in module._parameters.items()}
-        if any(id(t) in others for t in module._buffers.values()):
-            state["_buffers"] = {k: others.get(id(t), t) for k, t in module._buffers.items()}
-        return state
 
     def give_back(self) -> None:
         """Sets on the modules what a forward has set on their copies, or made in them."""
@@ -175,6 +154,32 @@ class ShallowCopy:
                     there.pop(name, None)
                 else:
                     there[name] = self._originals.get(id(value), value)
+
+
+def _state(
+    module: nn.Module, others: dict[int, Tensor], made: dict[int, tuple[nn.Module, Any]]
+) -> dict[str, Any]:
+    state = {ORIGINAL: module, **module.__dict__}  # that of a copy of a copy stays
+    for name, value in list(state.items()):
+        if type(value) is MethodType and id(value.__self__) in made:
+            state[name] = MethodType(value.__func__, made[id(value.__self__)][1])
+        elif type(value) is list and any(id(item) in others for item in value):
+            state[name] = _replaced(value, others)
+        elif others and name in _KNOWING and value is not None:
+            raise ValueError(
+                f"a {type(module).__name__} has replicas, or weights in common with another "
+                "stage, so that shallow copies of it run; and its forward was compiled, or put "
+                "in the place of its class's, and knows this one module: give the stage one "
+                "device, choose a balance that puts what is tied into one stage, or compile "
+                "another layer"
+            )
+    state["_modules"] = {
+        name: made.get(id(child), (None, child))[1] for name, child in module._modules.items()
+    }
+    state["_parameters"] = {k: others.get(id(t), t) for k, t in module._parameters.items()}
+    if any(id(t) in others for t in module._buffers.values()):
+        state["_buffers"] = {k: others.get(id(t), t) for k, t in module._buffers.items()}
+    return state
 
 
 # -- copies of leaves
@@ -407,11 +412,11 @@ class CallReplicas:
         The first cell of a stage is watched under the lock of the generators. If all replicas were
         each call would begin with one replica after the other.
         """
-        flags = [
-            module.training and (not isinstance(module, _DropoutNd) or module.p > 0)
-            for module in run.partition.modules()
+        kinds = [
+            (type(m), m.training and (not isinstance(m, _DropoutNd) or m.p > 0))
+            for m in run.partition.modules()
         ]
-        mode = (run.grad, *flags)
+        mode = (run.grad, *kinds)
         trusted = all(mode in each.stage.drew for each in run.all)
         self._draws.append((owner, run, mode, trusted))
         for each in run.all if trusted else ():

@@ -67,7 +67,6 @@ class Stage:
         commits: whether it moves running statistics; where there are replicas, none does.
         late: the layers that drew in a later micro-batch of a call, and not in its first.
         backward_draws: the generators that backwards of the last call drew from.
-        that_draw: its modules that hold generators by themselves while a call runs.
         drew: for replicas, by the modes of modules, from which generators layers drew.
         changes: what its forwards change.
         seen: the modes in which it ran.
@@ -94,7 +93,6 @@ class Stage:
         self.defers = partition.defers and any(isinstance(m, DeferredBatchNorm) for m in modules)
         self.commits = self.defers and whole is None
         self.generators = Generators(device)
-        self.that_draw = modules_that_draw(partition) if self.generators.in_modules else []
         self.late: set[int] = set()
         self.backward_draws = 0
         self.drew: dict[Any, list[int]] = {}
@@ -104,6 +102,11 @@ class Stage:
         if whole is not None:
             self.number = whole.number
             self.changes.lock = whole.changes.lock  # modules may be in several units
+
+    @property
+    def that_draw(self) -> list[nn.Module]:
+        """Its modules, as they are now, that hold generators by themselves while a call runs."""
+        return modules_that_draw(self.partition) if self.generators.in_modules else []
 
     @property
     def layers_in_words(self) -> str:

@@ -243,6 +243,21 @@ def test_what_a_call_in_the_middle_or_a_loss_draws_is_known_to_all():
         pipe.train_batch(x[:samples], loss_fn=loss_fn)
 
 
+@pytest.mark.parametrize("other", [nn.Dropout, Noise])
+def test_a_module_that_draws_may_be_replaced(other):
+    """What was learned of draws is of the modules that were there."""
+    layers = nn.Sequential(*[nn.Sequential(nn.Linear(3, 3), nn.Dropout()) for _ in range(2)])
+    pipe, x = dealt(layers, [1, 1], [2, 2], chunks=4, checkpoint="always"), torch.randn(16, 3)
+    for _ in range(3):
+        run(pipe, "train", x)
+    layers[0][1], layers[1][1] = other(), other()
+    losses = []
+    for _ in range(10):  # threads draw beside each other
+        torch.manual_seed(1)
+        losses.append(run(pipe, "train", x)[0])
+    assert all(map(losses[0].equal, losses))
+
+
 def test_layers_that_a_failed_call_did_not_reach_may_draw_in_the_next():
     pipe, results = dealt(nn.Sequential(nn.Linear(3, 3), Noise()), [2], [2], chunks=4), []
     with pytest.raises(RuntimeError, match="shapes"):
