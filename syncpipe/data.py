@@ -14,6 +14,7 @@ import dataclasses
 import gc
 from collections.abc import (
     Callable,
+    Collection,
     Iterable,
     Iterator,
     MutableMapping,
@@ -387,11 +388,12 @@ def _cannot_scatter(named: dict[str, Any], chunks: int) -> str:
     )
 
 
-def gather(outputs: list[Any]) -> Any:
+def gather(outputs: list[Any], common: Collection[int] = ()) -> Any:
     """Puts the outputs of the micro-batches together: the inverse of :func:`scatter`.
 
-    Tensors are concatenated along dimension 0; other values must be equal in every micro-batch. The
-    output of a single micro-batch is returned as it is.
+    Tensors are concatenated along dimension 0. Other values, and tensors whose index among the
+    leaves is in ``common``, must be equal in every micro-batch. The output of a single micro-batch
+    is returned as it is.
     """
     first = outputs[0]
     if len(outputs) == 1:
@@ -405,7 +407,11 @@ def gather(outputs: list[Any]) -> Any:
                 "Let the last layer return the same structure for every micro-batch."
             )
     rows = zip(*columns, strict=True)
-    return unflatten([_gathered(row, first, k) for k, row in enumerate(rows)], structures[0])
+    joined = [
+        _common(row, first, k) if k in common else _gathered(row, first, k)
+        for k, row in enumerate(rows)
+    ]
+    return unflatten(joined, structures[0])
 
 
 def samples_elsewhere(
@@ -473,13 +479,17 @@ def _gathered(row: Sequence[Any], output: Any, k: int) -> Any:
 def _common(row: Sequence[Any], output: Any, k: int) -> Any:
     first = row[0]
     for i, value in enumerate(row):
-        if not equal(value, first):
+        if not (_same_tensor if isinstance(value, Tensor) else equal)(value, first):
             raise ValueError(
-                f"{leaf_names('output', output)[k]} is not a tensor and differs between "
-                f"micro-batches ({first!r} in micro-batch 0, {value!r} in micro-batch {i}), so "
-                "there is no one value to return: return it as a tensor with one entry a sample"
+                f"{leaf_names('output', output)[k]} has no entry for each sample and differs "
+                f"between micro-batches ({first!r} in micro-batch 0, {value!r} in micro-batch {i}),"
+                " so there is no one value to return: return it as a tensor with one entry a sample"
             )
     return first
+
+
+def _same_tensor(a: Tensor, b: Any) -> bool:
+    return type(a) is not Tensor or a.is_meta or torch.equal(a, b)
 
 
 # --- memory --------------------------------------------------------------------------------------

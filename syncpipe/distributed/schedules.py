@@ -21,7 +21,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from syncpipe.data import described, gather, map_tensors, scatter_pair, tensors_in
 from syncpipe.distributed.private import Warmup
-from syncpipe.layers.conversion.signature import call_input, refresh
+from syncpipe.layers.conversion.signature import call_input, common_outputs, refresh
 from syncpipe.layers.placement import check_input
 from syncpipe.runtime.errors import annotate
 from syncpipe.runtime.random_numbers import draw_seed, put_back_states, states_of
@@ -201,7 +201,7 @@ class _Checked:
                 losses[:] = everywhere.unbind()
         if owner.last is None:
             return None
-        return gather(batch.outputs) if keep else None
+        return gather(batch.outputs, common_outputs(owner.last)) if keep else None
 
     def _schedule(self) -> Any:
         """PyTorch's schedule over the stages as they are connected, which is kept."""
@@ -399,5 +399,6 @@ class _MiniBatch(Source):
             by = 1 if self._by is None else self._by
             losses[:] = [share.detach() * by for share in self.shares]
         if self._check is not None:
-            self._owner.counts.compare(self._check, draws=bool(self._draws))
+            common = common_outputs(self._owner.last)
+            self._owner.counts.compare(self._check, common, draws=bool(self._draws))
         return self._objective.metrics()

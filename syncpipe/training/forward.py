@@ -36,7 +36,7 @@ from syncpipe.stages.call import Call, needs_graph, plain
 from syncpipe.stages.pipeline import Pipeline
 from syncpipe.training.cell import ANCHOR, Border, Cell, Leaves
 from syncpipe.training.sources import Source
-from syncpipe.training.train import TrainingTask, joined
+from syncpipe.training.train import TrainingTask, common_of, joined
 
 _TWICE = (
     "Trying to backward through a mini-batch of a pipe a second time: what its layers stored is "
@@ -56,7 +56,7 @@ def forward(
     """
     micro_batches, sizes = scatter_sized(input, chunks)
     if inline == "graph" or needs_graph():
-        return gather(plain(pipeline, micro_batches, checkpoint))
+        return gather(plain(pipeline, micro_batches, checkpoint), common_of(pipeline))
     call = Call(
         pipeline, len(micro_batches), checkpoint=checkpoint, inline=bool(inline),
         recorder=recorder, graph=True,

@@ -12,6 +12,7 @@ from __future__ import annotations
 import math
 import warnings
 import weakref
+from collections.abc import Collection
 from functools import partial
 from types import BuiltinFunctionType, FunctionType, MethodType
 from typing import Any, NamedTuple
@@ -77,10 +78,13 @@ class LossCounts:
                 return None
         return LossCheck(objective, targets, asked=bool(verify))
 
-    def compare(self, check: LossCheck, *, draws: bool) -> None:
-        """Checks the loss function, unless it ``draws`` random numbers; warns once of each."""
+    def compare(self, check: LossCheck, common: Collection[int] = (), *, draws: bool) -> None:
+        """Checks the loss function, unless it ``draws`` random numbers; warns once of each.
+
+        Leaves of the outputs whose index is in ``common`` are the same in every micro-batch.
+        """
         function = check.objective.loss_fn.function
-        found = None if draws else check.compare()
+        found = None if draws else check.compare(common)
         if found is not None:
             references, code, *_ = _keys(function)
             unchecked = "unchecked", code
@@ -168,9 +172,10 @@ class LossCheck:
         return self._kept.get(i)
 
     @torch.no_grad()
-    def compare(self) -> Finding | None:
+    def compare(self, common: Collection[int] = ()) -> Finding | None:
         """What is wrong with the loss, by more than rounding; or why that cannot be said."""
         objective = self.objective
+        self._common_outputs = common  # as in ``gather``
         if objective.came_with_weights and not self._asked:
             return None  # somebody has thought about it
         counted = objective.adds_up or objective.loss_fn.weigh is not None
@@ -233,19 +238,26 @@ class LossCheck:
         What has no dimensions was made of a micro-batch: it is combined as losses are.
         """
         outputs, targets = zip(*self._kept.values(), strict=True)
+        common, given = self._common_outputs, enumerate(flatten(outputs[0])[0])
+        whole = [k in common for k, leaf in given if isinstance(leaf, Tensor)]
 
         def samples_first(tensors: list[Tensor]) -> list[Tensor]:
-            each = zip(tensors, along, strict=True)
-            return [t.movedim(d, 0) if t.dim() else t.reshape(1) for t, d in each]
-
-        def as_they_were(tensors: list[Tensor]) -> list[Tensor]:
-            each = zip(tensors, along, tensors_in(outputs[0]), strict=True)
+            each = zip(tensors, along, whole, strict=True)
             return [
-                t.movedim(0, d) if like.dim() else self.objective.combined([*t], [*self._kept])
-                for t, d, like in each
+                t if is_whole else t.movedim(d, 0) if t.dim() else t.reshape(1)
+                for t, d, is_whole in each
             ]
 
-        output = gather([map_tensors(samples_first, output) for output in outputs])
+        def as_they_were(tensors: list[Tensor]) -> list[Tensor]:
+            each = zip(tensors, along, tensors_in(outputs[0]), whole, strict=True)
+            return [
+                t if is_whole
+                else t.movedim(0, d) if like.dim()
+                else self.objective.combined([*t], [*self._kept])
+                for t, d, like, is_whole in each
+            ]  # fmt: skip
+
+        output = gather([map_tensors(samples_first, output) for output in outputs], common)
         leaves, structure = flatten(gather(list(targets)))
         if any(self._common):
             shared = zip(self._common, flatten(targets[0])[0], leaves, strict=True)

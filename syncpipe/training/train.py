@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 import warnings
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from copy import copy
 from functools import partial
 from itertools import chain, islice, repeat
@@ -26,6 +26,7 @@ from torch.autograd import profiler
 
 from syncpipe.data import compact, gather, samples_elsewhere, tensors_in
 from syncpipe.hints import outside
+from syncpipe.layers.conversion.signature import common_outputs
 from syncpipe.runtime.engine import Run
 from syncpipe.runtime.errors import annotate
 from syncpipe.runtime.interrupts import undone
@@ -388,7 +389,7 @@ def train(
             undone(run, map(OrderedDict.update, places, hooks))
             results = _results(call, head, objective, source)
             if check is not None:
-                counts.compare(check, draws=any(head.draws.values()))
+                counts.compare(check, common_of(pipeline), draws=any(head.draws.values()))
             _complete(task, head, objective, leaves, averaging)
             for leaf, those in zip(hooked, hooks, strict=True):
                 for hook in those.values() if leaf.grad is not None else ():
@@ -464,7 +465,7 @@ def evaluate(
         call.run(steps, task)
         results = _results(call, head, objective, source)
         if check is not None:
-            counts.compare(check, draws=any(head.draws.values()))
+            counts.compare(check, common_of(pipeline), draws=any(head.draws.values()))
         if weighed is not None and objective is not None:
             weighed(objective)
         return results
@@ -488,7 +489,12 @@ def joined(pipeline: Pipeline, outputs: list[Any], source: Source) -> Any:
                 "compute the loss in train_batch. Ignore this if samples are in dimension 0",
                 stacklevel=outside(),
             )
-    return gather(outputs)
+    return gather(outputs, common_of(pipeline))
+
+
+def common_of(pipeline: Pipeline) -> Collection[int]:
+    """Which leaves of the output are the same in every micro-batch."""
+    return common_outputs(pipeline.stages[pipeline.n - 1].partition)
 
 
 def _results(call: Call, head: LossHead, objective: Objective | None, source: Source) -> Any:

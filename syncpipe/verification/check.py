@@ -7,7 +7,7 @@ start from the same weights, buffers and random state, with copies of the same i
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -31,7 +31,7 @@ from syncpipe.data import (
 )
 from syncpipe.layers.conversion.origin import Origin
 from syncpipe.layers.conversion.sequential import Converted, values_of
-from syncpipe.layers.conversion.signature import batch_input, call_arguments
+from syncpipe.layers.conversion.signature import batch_input, call_arguments, common_outputs
 from syncpipe.options import checked_schedule
 from syncpipe.pipe import Pipe
 from syncpipe.runtime.errors import annotate
@@ -269,8 +269,10 @@ class _Check:
                 run.not_applicable = why
                 return
             made = self._state.restored(make, self._devices, threads)
+            # A tensor of all micro-batches gets one gradient, their sum, in pipe(x).
+            rounding = max(self._rounding, 1e-5 if threads and self._common else 0.0)
             for column in COLUMNS:
-                run.comparisons[column] = compare(made[column], expected[column], self._rounding)
+                run.comparisons[column] = compare(made[column], expected[column], rounding)
             if not run.different:
                 return
             column = run.different[0]
@@ -392,12 +394,12 @@ class _Check:
                 leaf.grad = None if leaf.grad is None else leaf.grad.clone()
         run.statistics.commit()
         self._loss_draws, self._drew = len(self._layers) in run.drew, bool(run.drew)
-        found = None if check is None or self._loss_draws else check.compare()
+        found = None if check is None or self._loss_draws else check.compare(self._common)
         if found is not None and found.wrong:
             # The last sentence is the way out of train_batch, which verify does not have.
             self._loss_differs = found.text.rsplit(" If ", 1)[0]
         try:
-            output = gather(kept)
+            output = gather(kept, self._common)
         except ValueError as error:
             output, self._apart = {}, str(error)
         return self._values(output, objective, inputs)
@@ -408,10 +410,16 @@ class _Check:
         output = self._pipe(*args, **kwargs)
         kept, source = _fresh(output), self._source(self._pipe.chunks)
         objective, sizes = Objective(self._loss, source), source.sizes
+        common = self._common
+        indices = [k for k, leaf in enumerate(flatten(output)[0]) if isinstance(leaf, Tensor)]
 
         def piece(i: int, tensors: list[Tensor]) -> list[Tensor]:
             # In memory of their own, as plainly: its alignment can decide the last bit.
-            cuts = [torch.split(t, [n * len(t) // sum(sizes) for n in sizes]) for t in tensors]
+            cuts = [
+                (t,) * len(sizes) if k in common
+                else torch.split(t, [n * len(t) // sum(sizes) for n in sizes])
+                for k, t in zip(indices, tensors, strict=True)
+            ]  # fmt: skip
             return [pieces[i].clone() for pieces in cuts]
 
         torch.set_num_threads(self._share)
@@ -429,6 +437,10 @@ class _Check:
         found = self._pipe.train_batch(given, target, return_outputs=outputs, **options)
         found = found if isinstance(found, tuple) else (found,)
         return self._values(found[1] if outputs else {}, found[0], inputs)
+
+    @property
+    def _common(self) -> Collection[int]:
+        return common_outputs(self._layers[-1].stage.partition)
 
     # --- inputs, losses, gradients ---------------------------------------------------------------
 

@@ -210,7 +210,7 @@ def observe(
         except Exception as error:
             return error
         try:
-            joined = gather(pieces)
+            joined = gather(pieces, getattr(layer.module, "common_outputs", ()))
         except ValueError:  # there is a mean over samples in it, say
             joined = whole
         comparison = compare(by_name("output", joined), by_name("output", whole))

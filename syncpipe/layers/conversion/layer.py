@@ -242,21 +242,25 @@ def _written(
     graph.output(tuple(map(_packed, sent)))
     code = graph.python_code("self")
     names = {n: v for n, v in code.globals.items() if n not in _custom_builtins}
-    return _Code(code.src.strip() + "\n", names)
+    common = segment.nodes[-1].meta.get("common", frozenset())
+    return _Code(code.src.strip() + "\n", names, common)
 
 
 class _Code:
-    """A function of what comes into a segment: its text, and what that uses by a name."""
+    """A function of what comes into a segment: its text, and what that uses by a name.
 
-    def __init__(self, text: str, names: dict[str, Any]) -> None:
-        self.text, self.names = text, names
+    ``common`` are the leaves of the model's output, by index, that do not depend on the input.
+    """
+
+    def __init__(self, text: str, names: dict[str, Any], common: frozenset[int]) -> None:
+        self.text, self.names, self.common = text, names, common
         known: dict[str, Any] = {name: each.obj for name, each in _custom_builtins.items()}
         known |= names
         exec(compile(text, "<syncpipe.sequential>", "exec"), known)
         self.run = known["forward"]
 
     def __reduce__(self) -> Any:
-        return _Code, (self.text, self.names)
+        return _Code, (self.text, self.names, self.common)
 
 
 # Layers
@@ -362,6 +366,11 @@ class ConvertedLayer(Holder):
     def _dtype(self) -> torch.dtype | None:
         tensors = chain(self.parameters(), self.buffers())
         return next((tensor.dtype for tensor in tensors if tensor.is_floating_point()), None)
+
+    @property
+    def common_outputs(self) -> frozenset[int]:
+        """Which leaves of the model's output, by index, are the same in every micro-batch."""
+        return self._code().common
 
     def forward(self, input: Any) -> Any:
         """Runs the code.

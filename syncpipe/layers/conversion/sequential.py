@@ -103,7 +103,8 @@ def sequential(
 
     What is traced holds for other sizes than those of the sample where the model was seen to do
     the same with them; otherwise a call with another size is refused. Flags and None count as they
-    are in the sample. ``.train()``, ``.eval()`` and the devices of stages are followed. A dtype is
+    are in the sample. Outputs that are made of parameters alone (``logit_scale.exp()``) are the same
+    in every micro-batch, and returned once. ``.train()``, ``.eval()`` and the devices of stages are followed. A dtype is
     not: call ``model.half()`` before.
 
     What is changed in the model later counts in the next call: modes, parameters and buffers, and
@@ -433,7 +434,7 @@ class _Inlined:
                     harmless |= {node: same and harmless.get(node, True) for node in guards}
                     continue
                 for mode, run in others.items() if number == 0 else ():
-                    self._check_outputs(self.runs[mode].result, run.result, size)
+                    self._check_outputs(self.runs[mode], run.result, size)
                 free |= group
                 break
             if number == 0 and not free:
@@ -499,12 +500,14 @@ class _Inlined:
 
     # What is said
 
-    def _check_outputs(self, result: Any, varied: Any, m: int) -> None:
+    def _check_outputs(self, run: Tracer, varied: Any, m: int) -> None:
         """Refuses outputs of which the batch is not dimension 0: they could not be concatenated."""
-        n = self.signature.batch
-        pairs = zip(flatten(result)[0], flatten(varied)[0], strict=False)
-        for at, (a, b) in zip(leaf_names("output", result), pairs, strict=False):
-            if not (isinstance(a, Tensor) and isinstance(b, Tensor) and a.dim() == b.dim() > 0):
+        n, result, common = self.signature.batch, run.result, run.nodes[-1].meta["common"]
+        pairs = enumerate(zip(flatten(result)[0], flatten(varied)[0], strict=False))
+        for at, (k, (a, b)) in zip(leaf_names("output", result), pairs, strict=False):
+            if k in common or not (
+                isinstance(a, Tensor) and isinstance(b, Tensor) and a.dim() == b.dim() > 0
+            ):
                 continue
             follows = [d for d in range(a.dim()) if a.shape[d] != b.shape[d]]
             if follows != [0] or a.shape[0] * m != b.shape[0] * n:

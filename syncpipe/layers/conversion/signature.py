@@ -9,7 +9,7 @@ was decided by when the model was traced, so that it has to be the same in every
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -18,7 +18,8 @@ from torch import Tensor, nn
 from syncpipe.data import NoChunk, bare, by_name, described, equal, flatten, unflatten
 
 __all__ = [
-    "Signature", "batch_input", "call_arguments", "call_input", "model_signature", "refresh",
+    "Signature", "batch_input", "call_arguments", "call_input", "common_outputs",
+    "model_signature", "refresh",
 ]  # fmt: skip
 
 
@@ -234,6 +235,15 @@ def call_arguments(layers: nn.Module, input: Any) -> _Arguments:
     if signature is None:
         return (input,), {}
     return signature.arguments(signature.given_as_one(input))
+
+
+def common_outputs(layers: nn.Module) -> Collection[int]:
+    """Which leaves of the output, by index, are the same in every micro-batch.
+
+    They are computed of parameters alone, as seen when the model was converted.
+    """
+    last = next(reversed(layers._modules.values()), None)
+    return getattr(last, "common_outputs", ())
 
 
 def model_signature(layers: nn.Module) -> inspect.Signature | None:

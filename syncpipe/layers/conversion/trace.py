@@ -244,6 +244,7 @@ class Tracer(TorchFunctionMode):
     the path of the module whose forward it was, and ``line``, where; ``value``; ``reads``, of which
     attributes alone a number was computed; ``dtypes``, the tensors whose dtype may be an argument;
     ``writes``, whether it writes into one of its arguments;
+    ``of_input``, whether it was computed of what the model was called with;
     ``grad``, whether gradients were on; ``pure``, whether it may be left out where nobody uses what
     it gives; ``seconds``, for modules; ``name``, for the code.
 
@@ -298,7 +299,8 @@ class Tracer(TorchFunctionMode):
             output = self._lift(self.result)
             self._off = True
             self._put_back()
-        self._place("output", "output", (output,), key=("output",)).meta["line"] = ""
+        node = self._place("output", "output", (output,), key=("output",))
+        node.meta.update(line="", common=self._common())
         self.nodes = [node for node in self._graph.nodes if node.op != "get_attr"]
 
     @property
@@ -483,16 +485,18 @@ class Tracer(TorchFunctionMode):
 
     def _of_input(self, value: Any) -> bool:
         """Whether a value was computed of what the model was called with."""
-        pending = [
+        nodes = [
             each.node if isinstance(each, _Number) else self._nodes.get(id(each))
             for each in flatten(value)[0]
         ]
-        for node in filter(None, pending):
-            if node.op == "placeholder":
-                return True
-            used = node.all_input_nodes
-            pending += used[:1] if node.target in ("to", "type_as") else used
-        return False
+        return any(node.meta["of_input"] for node in nodes if node is not None)
+
+    def _common(self) -> frozenset[int]:
+        """Which tensors in the output, by index, were computed of parameters alone."""
+        leaves = enumerate(flatten(self.result)[0])
+        return frozenset(
+            k for k, leaf in leaves if isinstance(leaf, Tensor) and not self._of_input(leaf)
+        )
 
     def _applying(self, apply: Any) -> Callable[..., Any]:
         def applied(cls: Any, *args: Any, **kwargs: Any) -> Any:
@@ -694,7 +698,9 @@ class Tracer(TorchFunctionMode):
         call = self._call
         name = target if isinstance(target, str) else getattr(target, "__name__", "value")
         node = self._graph.create_node(op, target, tuple(args), dict(kwargs or {}))
+        used = node.all_input_nodes[: 1 if target in ("to", "type_as") else None]
         node.meta.update(
+            of_input=op == "placeholder" or any(each.meta["of_input"] for each in used),
             call=call, key=key or (*call, self.steps[call]), owner=call[-1][1],
             line=line_in_model(), pure=pure or (key is not None and op not in _ENDS),
             at=len(self._graph.nodes), writes=False, value=None, reads=frozenset(), dtypes=(),

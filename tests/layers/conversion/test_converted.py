@@ -333,6 +333,41 @@ def test_tensors_without_the_batch_go_whole():
     assert_close(pipe(square, NoChunk(square[:1])), model(square, square[:1]))
 
 
+def similar(m: Any, x: Tensor) -> tuple[Tensor, ...]:
+    scale = m.scale.exp() if m.training else m.scale
+    return F.normalize(m.b(m.a(x)), dim=-1), scale, m.centers * 2, x.mean() if m.mean else scale
+
+
+def test_outputs_of_parameters_alone_are_returned_as_they_are():
+    parts = {"scale": nn.Parameter(torch.tensor(0.5)), "centers": nn.Parameter(torch.rand(2, 4))}
+    x = torch.rand(8, 4)
+
+    def loss(output: tuple[Tensor, ...]) -> Tensor:
+        y, scale, centers, _ = output
+        return (scale * y @ centers.T).square().mean()
+
+    def run(model: nn.Module) -> list[Tensor]:
+        output = model(x)
+        return [*output, *torch.autograd.grad(loss(output), [*model.parameters()])]
+
+    model = Does(similar, mean=False, **parts)
+    layers = sequential(model, x[:3])
+    pipe = Pipe(layers, balance="uniform", devices=["cpu:0", "cpu:1"], chunks=3)
+    for mode in (True, False):
+        assert_close(run(pipe.train(mode)), run(model.train(mode)))
+        assert_close(pipe.eval_batch(x), model.eval()(x))
+        pipe.train(mode)
+        assert_close(pipe.eval_batch(x, loss_fn=loss, verify=True), loss(model.eval()(x)))
+    pipe.train()
+    value, output = pipe.train_batch(x, loss_fn=loss, return_outputs=True, verify=True)
+    assert_close((value, output), (loss(model(x)), model(x)))
+    assert verify(pipe, x, loss_fn=loss).ok
+    layers = sequential(Does(similar, mean=True, **parts), x[:3])
+    pipe = Pipe(layers, balance="uniform", devices=["cpu:0", "cpu:1"], chunks=3)
+    with pytest.raises(ValueError, match=r"output\[3\] is a tensor without dimensions"):
+        pipe(x)
+
+
 @pytest.mark.parametrize("whole", [True, False])
 def test_a_batch_size_that_is_another_size_as_well_shows_what_is_cut(whole):
     """By what the model takes with another batch size."""

@@ -71,7 +71,7 @@ class Recurrent(nn.Module):
 
 
 def table(m: Any, x: Tensor) -> tuple[Tensor, Tensor]:
-    return m.b(m.a(x)), torch.arange(4.0)
+    return m.b(m.a(x)), x.sum(0)
 
 
 class Frozen(ResNet):
