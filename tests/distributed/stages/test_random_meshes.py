@@ -15,7 +15,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 
 from syncpipe import Pipe
@@ -74,7 +75,7 @@ LOSSES: dict[str, dict[str, Any]] = {
 def drawn(k: int) -> dict[str, Any]:
     rng = random.Random(k)
     name, autocast = rng.choice([*SCHEDULES]), rng.choice([False, True])
-    return {
+    case = {
         "seed": k,
         "schedule": name,
         "dp": rng.choice([1, 2]),
@@ -88,12 +89,20 @@ def drawn(k: int) -> dict[str, Any]:
         "clip": rng.random() < 0.5,
         # Whose first step is the sign of a gradient, which may be nothing but rounding.
         "adam": rng.random() < 0.3 and not autocast,
+        "tp": rng.choice([1, 1, 2]),
     }
+    if case["sharding"] == "ddp":  # which takes no DTensor
+        case["tp"] = 1
+    return {**case, "dp": case["dp"] if case["tp"] == 1 else 1}
 
 
 def sharded(mine: Any, case: dict[str, Any], mesh: Any) -> None:
     options = {"mesh": mesh["dp"], "reshard_after_forward": case["reshard"]}
     for each in mine.stages:
+        for layer in each.submod.children() if case["tp"] > 1 else ():
+            if isinstance(layer, nn.Sequential):
+                plan = {"0": ColwiseParallel(output_layouts=Replicate())}
+                parallelize_module(layer, mesh["tp"], plan)
         if case["sharding"] in ("layers", "whole"):
             for layer in each.submod.children():
                 fully_shard(layer, **options)
@@ -111,9 +120,10 @@ def full(tensor: Any) -> Tensor:
 
 def run_case(case: dict[str, Any]) -> str:
     """What was wrong with a case; "refused" if it was refused; empty if it was right."""
-    dp, how = case["dp"], LOSSES[case["loss"]]
-    mesh = init_device_mesh("cpu", (dp, 4 // dp), mesh_dim_names=("dp", "pp"))
-    ranks, replica = 4 // dp, mesh.get_local_rank("dp")
+    dp, tp, how = case["dp"], case["tp"], LOSSES[case["loss"]]
+    ranks = 4 // dp // tp
+    mesh = init_device_mesh("cpu", (dp, ranks, tp), mesh_dim_names=("dp", "pp", "tp"))
+    replica = mesh.get_local_rank("dp")
     where = SCHEDULES[case["schedule"]][1]
     n = ranks if where == "one" else 2 * ranks
     balance = [10 // n + (j < 10 % n) for j in range(n)]
