@@ -12,6 +12,9 @@ trees, with None, masks and indices in them, and skips pass by. So a boundary is
 
 from __future__ import annotations
 
+import inspect
+import sys
+import warnings
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -31,6 +34,7 @@ from syncpipe.data import by_name, described, flatten, map_tensors, tensors_in, 
 from syncpipe.distributed.peers import Peers, checked_number, given_group
 from syncpipe.distributed.private import PyTorchStage, check_pipelining, timeout_of
 from syncpipe.distributed.schedules import may_weigh, schedule_over
+from syncpipe.hints import outside
 from syncpipe.layers.conversion.layer import ModelNames
 from syncpipe.layers.conversion.signature import batch_input
 from syncpipe.layers.listing import (
@@ -61,6 +65,8 @@ from syncpipe.training.loss_function import known_loss
 
 __all__ = ["Stages", "stage"]
 
+#: What clips by the norm of the parameters that it is given.
+_CLIP = inspect.unwrap(nn.utils.clip_grad_norm_).__code__
 _CONSTANTS = (type(None), bool, int, float, str, torch.dtype)
 
 
@@ -224,6 +230,7 @@ class Stages(ModelNames):
 
     first: StageModule | None
     last: StageModule | None
+    _warned = False
 
     def __init__(self, group: dist.ProcessGroup, timeout: float, *given: Any, **how: Any) -> None:
         super().__init__()
@@ -453,6 +460,20 @@ class Stages(ModelNames):
         self._boundaries.clear()  # layers may be sharded by now
         self.connect()
         return made[0]
+
+    def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
+        """As ``nn.Module.parameters``, with a warning where PyTorch clips gradients by them."""
+        apart = "peers" in self.__dict__ and self.peers.size > 1
+        # The frame below that of a generator is what reads it.
+        if apart and not self._warned and sys._getframe(1).f_code is _CLIP:
+            self._warned = True
+            warnings.warn(
+                "torch.nn.utils.clip_grad_norm_(mine.parameters(), max_norm) clips the gradients "
+                "of each rank by its own norm, not by that of the whole model: "
+                "mine.clip_grad_norm_(max_norm), called on all ranks, does that",
+                stacklevel=outside(),
+            )
+        yield from super().parameters(recurse)
 
     def clip_grad_norm_(
         self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False

@@ -293,6 +293,18 @@ def clipped() -> None:
     torch.testing.assert_close(float(norm), squares**0.5, rtol=1e-2, atol=0)
     for own in mine.parameters():
         assert mine.rank == 3 or torch.allclose(own.grad, own * (0.5 / norm).to(own), rtol=1e-2)
+    clip = nn.utils.clip_grad_norm_
+    with pytest.warns(
+        UserWarning, match=r"its own norm.*mine\.clip_grad_norm_\(max_norm\)"
+    ) as found:
+        clip(mine.parameters(), 9.0)
+    assert [warning.filename for warning in found] == [__file__]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        clip(mine.parameters(), 9.0)  # it is said once
+        other = stage(linears(), [1] * 4, sample=torch.randn(2, 4))
+        nn.utils.clip_grads_with_norm_(other.parameters(), 9.0, norm)  # one that is known
+        clip(copy.deepcopy(other).parameters(), 9.0)
 
 
 def draws() -> None:
