@@ -124,31 +124,34 @@ class Changes:
         What rows it ``used`` is noted: a row that is as long as it may be is shortened once more,
         by its last bit, when rounding made it longer.
         """
-        weights: list[Any] = [module.weight for module in self.renorming]
-        before, own = list(map(version_of, weights)), [vars(module) for module in self.renorming]
-        forwards = [each["forward"] for each in own if "forward" in each]
+        own = [vars(module) for module in self.renorming]
+
+        def counted(weights: list[Any], run: Callable[[], Any]) -> Any:
+            before = list(map(version_of, weights))
+            result = run()
+            for weight, then in zip(weights, before, strict=True):
+                self.renormed[weight] = self.renormed.get(weight, 0) + version_of(weight) - then
+            return result
 
         def look(module: Any, input: Tensor, *args: Any, **kwargs: Any) -> Any:
-            output = type(module).forward(module, input, *args, **kwargs)
+            # Counted at once: a backward in this forward recomputes the cell.
+            forward = partial(type(module).forward, module, input, *args, **kwargs)
+            output = counted([module.weight], forward)
             if type(input) is Tensor and used is not None:
                 with NoDispatch():  # it is none of the layer's operations
                     rows, weight = torch.unique(input), module.weight.detach()
                     used.append((weight, rows, weight[rows]))
             return output
 
-        if used is None or forwards:
-            result = run()
-        else:
+        def watched() -> Any:
+            for module in self.renorming:
+                vars(module)["forward"] = MethodType(look, module)
+            return run()
 
-            def watched() -> Any:
-                for module in self.renorming:
-                    vars(module)["forward"] = MethodType(look, module)
-                return run()
-
-            result = undone(watched, lambda: [each.pop("forward", None) for each in own])
-        for weight, then in zip(weights, before, strict=True):
-            self.renormed[weight] = self.renormed.get(weight, 0) + version_of(weight) - then
-        return result
+        if used is None or any("forward" in each for each in own):
+            weights: list[Any] = [module.weight for module in self.renorming]
+            return counted(weights, run)
+        return undone(watched, lambda: [each.pop("forward", None) for each in own])
 
     def with_rows(self, used: list[_Rows], run: Callable[[], Any]) -> Any:
         """Runs a forward again, with the rows of embeddings as it used them."""

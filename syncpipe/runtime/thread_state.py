@@ -195,7 +195,8 @@ class CallerState:
 
 
 def settled(run: Callable[[], _T]) -> _T:
-    """Runs something; then no modes are on that were not before, and gradients are as they were.
+    """Runs something; then no modes or hooks of saved tensors are on that were not before, and
+    gradients are as they were.
 
     After Ctrl-C as well: PyTorch's own ``with`` blocks end in Python, where it may come.
     """
@@ -213,7 +214,8 @@ def settled(run: Callable[[], _T]) -> _T:
             raise
 
     functions, dispatch = _C._len_torch_function_stack, _C._len_torch_dispatch_stack
-    before = functions(), dispatch(), torch.is_grad_enabled()
+    hooks: Any = _C._autograd._top_saved_tensors_default_hooks
+    before = functions(), dispatch(), torch.is_grad_enabled(), hooks(False)
 
     def undo() -> None:
         while functions() > before[0]:
@@ -221,6 +223,8 @@ def settled(run: Callable[[], _T]) -> _T:
         while dispatch() > before[1]:
             _C._pop_torch_dispatch_stack(None)
         _C._set_grad_enabled(before[2])
+        while hooks(False) not in (None, before[3]):
+            _C._autograd._pop_saved_tensors_default_hooks()
 
     return undone(closed, undo)
 

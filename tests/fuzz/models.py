@@ -276,6 +276,11 @@ def _tensor_hook(hook: Callable[[Tensor], Any], factor: float = 1.5) -> nn.Modul
     return Inner(act)
 
 
+def _drawing_hook(hook: Callable[[Tensor], Any]) -> Callable[[], nn.Module]:
+    """The gradient comes in each micro-batch: what first draws in a later one is not seen."""
+    return lambda: nn.Sequential(_linear(), _tensor_hook(hook))
+
+
 def dawdling(seed: int = 0) -> nn.Module:
     """Takes a different, short time at each call, forward and backward."""
     delays = random.Random(seed)
@@ -608,9 +613,9 @@ KINDS: dict[str, Kind] = {
     ),
     "slope_dropout": Kind(lambda: _slope(nn.Dropout(0.4)), once=False, draws=True),
     "pipe_dropout": Kind(lambda: _piped(nn.Dropout(0.4)), draws=True),
-    "noisy_hook": Kind(lambda: _tensor_hook(_noisy), stores=True, draws=True),
+    "noisy_hook": Kind(_drawing_hook(_noisy), stores=True, draws=True),
     "noisy_parameter_hook": Kind(_parameter_hook(_noisy), draws=True),
-    "fork_rng_hook": Kind(lambda: _tensor_hook(_forked), stores=True, draws=True),
+    "fork_rng_hook": Kind(_drawing_hook(_forked), stores=True, draws=True),
     # from a tensor to a tree, and back
     "fork": Kind(Fork, once=False),
     "join": Kind(Join),

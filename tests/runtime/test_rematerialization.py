@@ -198,6 +198,21 @@ def test_torch_script_may_be_recomputed_from_its_first_run_on(scripted, chunks):
         assert_same(trained(in_turn(layers, 4), layers, x), ours, rounded=True)
 
 
+def test_a_backward_in_a_forward_may_recompute_an_embedding_that_renorms():
+    def slope(y):
+        with torch.enable_grad():
+            y = y * 2
+            return torch.autograd.grad(y.sin().sum(), y, create_graph=True)[0]
+
+    layers = nn.Sequential(nn.Embedding(5, 6, max_norm=0.5), Do(slope))
+    plain = copy.deepcopy(layers)
+    pipe = Pipe(layers, [2], devices=["cpu:0"], chunks=2, checkpoint=[(0, 1)])
+    x = torch.arange(4)
+    pipe.train_batch(x, loss_fn=torch.mean)
+    plain(x).mean().backward()
+    assert_same(layers[0].weight.grad, plain[0].weight.grad)
+
+
 @pytest.mark.parametrize("checkpoint", ["always", "never"])
 def test_weights_of_an_embedding_that_renorms_are_let_go(checkpoint):
     layers = nn.Sequential(nn.Embedding(5, 6, max_norm=0.5), nn.Linear(6, 2))

@@ -103,9 +103,9 @@ def sequential(
 
     What is traced holds for other sizes than those of the sample where the model was seen to do
     the same with them; otherwise a call with another size is refused. Flags and None count as they
-    are in the sample. Outputs that are made of parameters alone (``logit_scale.exp()``) are the same
-    in every micro-batch, and returned once. ``.train()``, ``.eval()`` and the devices of stages are followed. A dtype is
-    not: call ``model.half()`` before.
+    are in the sample. Outputs that are made of parameters alone (``logit_scale.exp()``) are the
+    same in every micro-batch, and returned once. ``.train()``, ``.eval()`` and the devices of
+    stages are followed. A dtype is not: call ``model.half()`` before.
 
     What is changed in the model later counts in the next call: modes, parameters and buffers, and
     numbers that only flow into operations (``model.temperature = 0.5``). A change of what else its

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import operator
 import random
 import signal
 import subprocess
@@ -19,6 +20,8 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils.checkpoint import checkpoint
 
 from syncpipe import Pipe, inline
 from syncpipe.runtime import engine, worker
@@ -132,6 +135,21 @@ def test_at_functions_that_begin_whoever_has_made_them(run: str) -> None:
             scene.assert_whole(at)
         scene.assert_works()
     assert stopped > 0.9 * len(places)
+
+
+@unraisable
+def test_hooks_of_saved_tensors_do_not_stay() -> None:
+    """Those of ``torch.utils.checkpoint`` in a layer, whose ``with`` ends in Python."""
+    layer = Do(lambda x: checkpoint(torch.sin, x, use_reentrant=False))
+    pipe, x = Pipe(nn.Sequential(nn.Linear(5, 5), layer), [2], devices=["cpu:0"]), X.clone()
+    call = partial(pipe.train_batch, x, loss_fn=mean)
+    known = Lines(partial(operator.eq, saved_tensors_hooks.__exit__.__code__), None)
+    known.during(call)
+    for at in range(1, len(known.seen) + 1):
+        lines = Lines(partial(operator.eq, saved_tensors_hooks.__exit__.__code__), at)
+        with pytest.raises(KeyboardInterrupt):
+            lines.during(call)
+        assert torch._C._autograd._top_saved_tensors_default_hooks(False) is None, at
 
 
 def is_ours(code: CodeType) -> bool:
