@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from syncpipe.balance import balance_by_time
-    from syncpipe.data import NoChunk
+    from syncpipe.data import NoChunk, register_batch
     from syncpipe.distributed import data_parallel
     from syncpipe.layers.conversion.sequential import sequential
     from syncpipe.layers.listing import LayerSpec, TiedLayerSpec
@@ -42,6 +42,7 @@ __all__ = [
     "is_recomputing",
     "plan",
     "pop",
+    "register_batch",
     "sequential",
     "skippable",
     "stash",
@@ -54,7 +55,7 @@ _PACKAGES = ("balance", "distributed", "planner", "schedules", "skip", "timeline
 #: takes seconds.
 _HOMES = {
     "balance": ("balance_by_time",),
-    "data": ("NoChunk",),
+    "data": ("NoChunk", "register_batch"),
     "layers.conversion.sequential": ("sequential",),
     "layers.listing": ("LayerSpec", "TiedLayerSpec"),
     "layers.unpack": ("PipeSequential",),

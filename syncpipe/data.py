@@ -12,6 +12,7 @@ import copy
 import copyreg
 import dataclasses
 import gc
+import operator
 from collections.abc import (
     Callable,
     Collection,
@@ -24,7 +25,7 @@ from collections.abc import (
 )
 from dataclasses import dataclass, field
 from types import ModuleType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -62,7 +63,7 @@ class Structure:
                 if isinstance(held, dict | list):  # which may be where its entries are
                     made.__dict__[name] = copy.copy(held)
             for key, value in zip(self.keys, values, strict=True):
-                if issubclass(self.kind, MutableMapping | MutableSequence):
+                if issubclass(self.kind, MutableSequence) or _is_keyed(self.like):
                     made[key] = value
                 else:
                     object.__setattr__(made, key, value)  # also if the dataclass is frozen
@@ -87,7 +88,7 @@ def _opened(tree: Any) -> tuple[pytree.NodeDef | None, list[Any], Any] | None:
     if node is not None:
         values, context = node.flatten_fn(tree)
         return node, list(values), context
-    if issubclass(kind, MutableMapping):
+    if _is_keyed(tree):
         keys = list(tree.keys())
         return None, [tree[key] for key in keys], keys
     if dataclasses.is_dataclass(kind):
@@ -95,23 +96,37 @@ def _opened(tree: Any) -> tuple[pytree.NodeDef | None, list[Any], Any] | None:
         return None, [getattr(tree, name) for name in keys], keys
     if issubclass(kind, tuple | MutableSequence):
         return None, list(tree), list(range(len(tree)))
+    if batch_kind(tree):
+        found = attributes_of(tree)
+        return None, list(found.values()), list(found)
     return None
 
 
-def flatten(tree: Any) -> tuple[list[Any], Structure | None]:
-    """Returns the leaves of a tree and its structure (None for a lone leaf)."""
+def _is_keyed(tree: Any) -> bool:
+    """Whether entries are read and set by key: of a mapping, or a batch that is used as one."""
+    return isinstance(tree, MutableMapping) or (
+        batch_kind(tree) is not None
+        and all(hasattr(tree, name) for name in ("keys", "__getitem__", "__setitem__"))
+    )
+
+
+def flatten(tree: Any, *, batches: bool = False) -> tuple[list[Any], Structure | None]:
+    """Returns the leaves of a tree and its structure (None for a lone leaf).
+
+    With ``batches`` what is cut as :func:`register_batch` says is a leaf.
+    """
     leaves: list[Any] = []
-    return leaves, _structure(tree, leaves)
+    return leaves, _structure(tree, leaves, batches)
 
 
-def _structure(tree: Any, leaves: list[Any]) -> Structure | None:
+def _structure(tree: Any, leaves: list[Any], batches: bool) -> Structure | None:
     """The structure of a tree, whose leaves are appended."""
-    opened = _opened(tree)
+    opened = None if batches and batch_kind(tree) else _opened(tree)
     if opened is None:
         leaves.append(tree)
         return None
     node, values, keys = opened
-    children = tuple([_structure(value, leaves) for value in values])
+    children = tuple([_structure(value, leaves, batches) for value in values])
     return Structure(type(tree), keys, children, node, None if node else tree)
 
 
@@ -176,26 +191,27 @@ def _replaced(tree: Any, tensors: Iterator[Tensor]) -> Any:
     return unflatten([next(tensors) if isinstance(t, Tensor) else t for t in leaves], structure)
 
 
-def leaf_names(root: str, tree: Any) -> list[str]:
+def leaf_names(root: str, tree: Any, *, batches: bool = False) -> list[str]:
     """The way to each leaf, as one would write it in Python: ``input['x'][0]``."""
-    opened = _opened(tree)
+    opened = None if batches and batch_kind(tree) else _opened(tree)
     if opened is None:
         return [root]
     node, values, keys = opened
     if node is None:
-        dots = dataclasses.is_dataclass(tree) and not isinstance(tree, MutableMapping)
+        dots = not (_is_keyed(tree) or isinstance(tree, tuple | MutableSequence))
         steps = [f".{key}" if dots else f"[{key!r}]" for key in keys]
     elif node.flatten_with_keys_fn is not None:
         steps = [str(key) for key, _ in node.flatten_with_keys_fn(tree)[0]]
     else:  # registered without names
         steps = [f"<entry {k}>" for k in range(len(values))]
     found = zip(steps, values, strict=True)
-    return [name for step, value in found for name in leaf_names(root + step, value)]
+    return [name for step, v in found for name in leaf_names(root + step, v, batches=batches)]
 
 
-def by_name(root: str, tree: Any) -> dict[str, Any]:
+def by_name(root: str, tree: Any, *, batches: bool = False) -> dict[str, Any]:
     """The leaves of a tree by the way to each."""
-    return dict(zip(leaf_names(root, tree), flatten(tree)[0], strict=True))
+    leaves, _ = flatten(tree, batches=batches)
+    return dict(zip(leaf_names(root, tree, batches=batches), leaves, strict=True))
 
 
 def equal(a: Any, b: Any) -> bool:
@@ -206,8 +222,10 @@ def equal(a: Any, b: Any) -> bool:
         return False
 
 
-def described(tensor: Tensor) -> str:
+def described(tensor: Any) -> str:
     """A tensor's dtype and shape in a few characters: ``float32[8, 3]``."""
+    if not isinstance(tensor, Tensor):
+        return f"{type(tensor).__name__}[{samples_of(tensor)}]"
     return f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}"
 
 
@@ -281,10 +299,131 @@ class NoChunk:
         return f"NoChunk({described(self.tensor)})"
 
 
+class _Kind(NamedTuple):
+    size: Callable[[Any], int]
+    cut: Callable[[Any, list[int]], Sequence[Any]]
+    join: Callable[[list[Any]], Any]
+
+
+_kinds: dict[type, _Kind] = {}
+
+
+def register_batch(
+    kind: type,
+    size: Callable[[Any], int],
+    cut: Callable[[Any, list[int]], Sequence[Any]],
+    join: Callable[[list[Any]], Any],
+) -> None:
+    """Say how objects of a class are cut into micro-batches, and put together again.
+
+    For what has no samples in dimension 0 of its tensors: graphs, ragged lists. Inputs, targets and
+    outputs of a pipe, and samples of :func:`sequential`, may then hold such objects. With PyTorch
+    Geometric::
+
+        def cut(batch, sizes):
+            graphs = iter(batch.to_data_list())
+            return [Batch.from_data_list([*islice(graphs, n)]) for n in sizes]
+
+        def join(batches):
+            return Batch.from_data_list([g for batch in batches for g in batch.to_data_list()])
+
+        syncpipe.register_batch(Batch, lambda batch: batch.num_graphs, cut, join)
+
+    The layers receive such an object. Its tensors, which go to the devices of stages, are those of
+    its entries (where it has ``keys()`` and is indexed by them), or of its attributes. A mini-batch
+    of ``n`` samples counts as a tensor of ``n`` rows beside it does: micro-batches have the sizes
+    that ``torch.chunk`` gives, and losses that are means are weighted by them.
+
+    Args:
+        kind: the class. Subclasses are cut likewise.
+        size: gives the number of samples of a batch.
+        cut: takes a batch, and the numbers of samples of its parts in a list, which add up to its
+            size; gives a batch for each.
+        join: takes a list of batches, and gives one that has all of their samples in this order.
+
+    Raises:
+        TypeError: ``kind`` is no class, or one of Python's containers or a tensor, or one of the
+            others is no function.
+    """
+    plain = (*_LEAVES, object, list, tuple, dict, set)
+    if not isinstance(kind, type) or kind in plain or issubclass(kind, Tensor):
+        raise TypeError(f"register_batch takes a class of batches of your own, not {kind!r}")
+    for name, given in {"size": size, "cut": cut, "join": join}.items():
+        if not callable(given):
+            raise TypeError(f"{name} must be a function, not {type(given).__name__}")
+    _kinds[kind] = _Kind(size, cut, join)
+
+
+def batch_kind(thing: Any) -> _Kind | None:
+    """How an object is cut, if its class was registered."""
+    if not _kinds or isinstance(thing, Tensor):
+        return None
+    return next((_kinds[base] for base in type(thing).__mro__ if base in _kinds), None)
+
+
+def samples_of(leaf: Any) -> int | None:
+    """The number of samples in what is cut; None for what is not."""
+    if isinstance(leaf, Tensor):
+        return len(leaf) if leaf.dim() else None
+    kind = batch_kind(leaf)
+    return None if kind is None else int(kind.size(leaf))
+
+
+def entries(tree: Any) -> Iterator[tuple[Callable[[Any, Any], Any], Any, Any]]:
+    """Of each entry of a batch of a registered class, or of a container in it, what reads it."""
+    opened = _opened(tree)
+    if opened is None or (opened[0] is not None and type(tree) not in (tuple, list, dict)):
+        return
+    keys = range(len(tree)) if type(tree) in (tuple, list) else opened[2]
+    dots = not (_is_keyed(tree) or isinstance(tree, tuple | MutableSequence))
+    for key, value in zip(keys, opened[1], strict=True):
+        yield getattr if dots else operator.getitem, key, value
+
+
+def parts_of(batch: Any, sizes: list[int]) -> Sequence[Any]:
+    """A batch of a registered class, cut into parts of these sizes."""
+    kind: Any = batch_kind(batch)
+    parts = list(kind.cut(batch, sizes)) if len(sizes) > 1 else [batch]
+    found = [samples_of(part) for part in parts]
+    if found != sizes:
+        raise ValueError(
+            f"the cut of register_batch({type(batch).__name__}, ...) was to give batches of "
+            f"{', '.join(map(str, sizes))} samples, and gave {', '.join(map(str, found))}"
+        )
+    return parts
+
+
+def joined(batches: list[Any]) -> Any:
+    """Several batches of a registered class as one."""
+    kind: Any = batch_kind(batches[0])
+    return kind.join(batches)
+
+
+def batch_of(batch: Any, size: int) -> Any:
+    """So many samples of a batch of a registered class, again and again."""
+    own = samples_of(batch) or 1
+    times, rest = divmod(size, own)
+    return joined([batch] * times + ([parts_of(batch, [rest, own - rest])[0]] if rest else []))
+
+
+def _shares(leaf: Any, chunks: int) -> list[int]:
+    """The sizes of the micro-batches of a leaf; empty for what cannot be cut."""
+    if isinstance(leaf, Tensor):
+        return [len(piece) for piece in leaf.chunk(chunks)] if leaf.dim() else []
+    return [len(piece) for piece in torch.empty(samples_of(leaf) or 0).chunk(chunks)]
+
+
+def _pieces(leaf: Any, chunks: int, m: int) -> Sequence[Any]:
+    if isinstance(leaf, Tensor):
+        return leaf.chunk(chunks)
+    return parts_of(leaf, _shares(leaf, chunks)) if batch_kind(leaf) else (bare(leaf),) * m
+
+
 def scatter(input: Any, chunks: int) -> list[Any]:
     """Cuts a mini-batch into at most ``chunks`` micro-batches of its structure.
 
-    Every tensor is cut along dimension 0 as by ``torch.chunk``; other values, and tensors in
+    Every tensor is cut along dimension 0 as by ``torch.chunk``, and an object of a registered class
+    (:func:`register_batch`) into as many samples; other values, and tensors in
     :class:`NoChunk`, go whole to every micro-batch. Refuses what cannot be cut, also because a
     micro-batch would get another part of one tensor than of another one.
     """
@@ -308,8 +447,8 @@ def scatter_pair(input: Any, target: Any, chunks: int) -> tuple[list[Any], list[
 
 def unwrapped(micro_batch: Any) -> tuple[Any, int]:
     """A micro-batch as the layers get it, and the number of samples in it."""
-    leaves, structure = flatten(micro_batch)
-    sizes = [len(leaf) for leaf in leaves if isinstance(leaf, Tensor) and leaf.dim() > 0]
+    leaves, structure = flatten(micro_batch, batches=True)
+    sizes = [size for leaf in leaves if (size := samples_of(leaf)) is not None]
     return unflatten(map(bare, leaves), structure), sizes[0] if sizes else 1
 
 
@@ -319,35 +458,35 @@ def bare(leaf: Any) -> Any:
 
 
 def _scattered(tree: Any, chunks: int, named: dict[str, Any]) -> tuple[list[Any], list[int]]:
-    leaves, structure = flatten(tree)
+    leaves, structure = flatten(tree, batches=True)
     if chunks > 1:
         _refuse_uncut(named, chunks)
-    tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
-    rows = [[len(p) for p in t.chunk(chunks)] if t.dim() else [] for t in tensors] or [[1]]
+    cut = [leaf for leaf in leaves if isinstance(leaf, Tensor) or batch_kind(leaf)]
+    rows = [_shares(leaf, chunks) for leaf in cut] or [[1]]
     sizes = rows[0]
     for row in rows:  # the same shares of each
         if not row or [n * sum(sizes) for n in row] != [n * sum(row) for n in sizes]:
             raise ValueError(_cannot_scatter(named, chunks))
     if (m := len(sizes)) == 1:
         return [unflatten(map(bare, leaves), structure)], sizes
-    columns = [t.chunk(chunks) if isinstance(t, Tensor) else (bare(t),) * m for t in leaves]
+    columns = [_pieces(leaf, chunks, m) for leaf in leaves]
     return [unflatten(row, structure) for row in zip(*columns, strict=True)], sizes
 
 
 def _refuse_uncut(named: dict[str, Any], chunks: int) -> None:
     """Refuses what would go whole to every micro-batch though it should not."""
     for name, tree in named.items():
-        things = [*by_name(name, tree).items()]
-        things += [(name, container) for container in _shallow_copied(flatten(tree)[1])]
-        for where, thing in things:
-            if isinstance(thing, Tensor | NoChunk) or (at := hidden_tensor(thing)) is None:
+        things = [*by_name(name, tree, batches=True).items()]
+        containers = _shallow_copied(flatten(tree, batches=True)[1])
+        for where, thing in [*things, *((name, container) for container in containers)]:
+            if isinstance(thing, Tensor | NoChunk) or batch_kind(thing):
+                continue
+            if (at := hidden_tensor(thing)) is None:
                 continue
             raise TypeError(
                 f"{where} (or what is in it), of type {type(thing).__name__}, holds a tensor "
                 f"at {at} that is no entry of a tuple, dict or dataclass and would go whole to "
-                f"each of the micro-batches (chunks={chunks}): pass the tensors in one of "
-                "these, in syncpipe.NoChunk those that every micro-batch needs whole; or "
-                "register the class by torch.utils._pytree.register_pytree_node"
+                f"each of the micro-batches (chunks={chunks}): {to_cut(thing)}"
             )
     given = named["input"]
     if not tensors_in(given):
@@ -358,6 +497,21 @@ def _refuse_uncut(named: dict[str, Any], chunks: int) -> None:
             "a tensor with one entry a sample, in a tuple, a dict or a dataclass (not in NoChunk); "
             "or set chunks=1"
         )
+
+
+def to_cut(thing: Any) -> str:
+    """What to do that an object with tensors in it is cut."""
+    if type(thing).__name__ == "BlockMask":
+        return (
+            "make it in the layer that uses it, by create_block_mask of tensors that are cut. Its "
+            "mask function asks for the index of a sample in the batch, which in a micro-batch is "
+            "another one"
+        )
+    return (
+        "pass the tensors in one of these, in syncpipe.NoChunk those that every micro-batch needs "
+        "whole; or register the class, by torch.utils._pytree.register_pytree_node where dimension "
+        "0 of its tensors has the samples, otherwise by syncpipe.register_batch"
+    )
 
 
 def _shallow_copied(structure: Structure | None) -> Iterator[Any]:
@@ -372,12 +526,11 @@ def _shallow_copied(structure: Structure | None) -> Iterator[Any]:
 def _cannot_scatter(named: dict[str, Any], chunks: int) -> str:
     lines = []
     for root, tree in named.items():
-        for where, leaf in by_name(root, tree).items():
-            if not isinstance(leaf, Tensor):
+        for where, leaf in by_name(root, tree, batches=True).items():
+            if not (isinstance(leaf, Tensor) or batch_kind(leaf)):
                 continue
             found = "has no dimension to cut"
-            if leaf.dim():
-                sizes = [str(len(piece)) for piece in leaf.chunk(chunks)]
+            if sizes := list(map(str, _shares(leaf, chunks))):
                 few = sizes if len(sizes) <= 5 else [*sizes[:4], "...", sizes[-1]]
                 found = f"gives {len(sizes)} micro-batches of {', '.join(few)}"
             lines.append(f"  {where}: {described(leaf)} {found}\n")
@@ -391,14 +544,14 @@ def _cannot_scatter(named: dict[str, Any], chunks: int) -> str:
 def gather(outputs: list[Any], common: Collection[int] = ()) -> Any:
     """Puts the outputs of the micro-batches together: the inverse of :func:`scatter`.
 
-    Tensors are concatenated along dimension 0. Other values, and tensors whose index among the
-    leaves is in ``common``, must be equal in every micro-batch. The output of a single micro-batch
-    is returned as it is.
+    Tensors are concatenated along dimension 0, and objects of registered classes joined. Other
+    values, and tensors whose index among the leaves is in ``common``, must be equal in every
+    micro-batch. The output of a single micro-batch is returned as it is.
     """
     first = outputs[0]
     if len(outputs) == 1:
         return first
-    columns, structures = zip(*map(flatten, outputs), strict=True)
+    columns, structures = zip(*[flatten(each, batches=True) for each in outputs], strict=True)
     for i, structure in enumerate(structures):
         if structure != structures[0]:
             raise ValueError(
@@ -407,11 +560,11 @@ def gather(outputs: list[Any], common: Collection[int] = ()) -> Any:
                 "Let the last layer return the same structure for every micro-batch."
             )
     rows = zip(*columns, strict=True)
-    joined = [
+    values = [
         _common(row, first, k) if k in common else _gathered(row, first, k)
         for k, row in enumerate(rows)
     ]
-    return unflatten(joined, structures[0])
+    return unflatten(values, structures[0])
 
 
 def samples_elsewhere(
@@ -424,13 +577,13 @@ def samples_elsewhere(
     of the ``dimensions`` of the input, or else it has three of its own and they are not samples
     times one of these; without ``dimensions`` always.
     """
-    leaves = flatten(outputs[0])[0]
+    leaves = flatten(outputs[0], batches=True)[0]
     if len(outputs) < 2 or all(
         isinstance(leaf, Tensor) and leaf.dim() and len(leaf) == sizes[0] for leaf in leaves
     ):
         return ""  # nearly always
-    columns = zip(*[flatten(output)[0] for output in outputs], strict=False)
-    for name, row in zip(leaf_names("output", outputs[0]), columns, strict=False):
+    columns = zip(*[flatten(each, batches=True)[0] for each in outputs], strict=False)
+    for name, row in zip(leaf_names("output", outputs[0], batches=True), columns, strict=False):
         shapes = [tensor.shape for tensor in row if isinstance(tensor, Tensor) and tensor.dim()]
         if len(set(map(len, shapes))) != 1 or len(shapes) < len(sizes):
             continue
@@ -449,6 +602,8 @@ def samples_elsewhere(
 
 def _gathered(row: Sequence[Any], output: Any, k: int) -> Any:
     """What the micro-batches gave at the ``k``-th leaf of the output, as one value."""
+    if batch_kind(row[0]):
+        return joined(list(row))
     if not any(isinstance(value, Tensor) for value in row):
         return _common(row, output, k)
     strangers = [type(value).__name__ for value in row if not isinstance(value, Tensor)]
@@ -473,7 +628,7 @@ def _gathered(row: Sequence[Any], output: Any, k: int) -> Any:
                 f"{error}. Bring the other dimensions to one size (pad them) in the last layer, "
                 "and samples into dimension 0."
             )
-    raise ValueError(f"{leaf_names('output', output)[k]} {wrong}")
+    raise ValueError(f"{leaf_names('output', output, batches=True)[k]} {wrong}")
 
 
 def _common(row: Sequence[Any], output: Any, k: int) -> Any:
@@ -481,9 +636,10 @@ def _common(row: Sequence[Any], output: Any, k: int) -> Any:
     for i, value in enumerate(row):
         if not (_same_tensor if isinstance(value, Tensor) else equal)(value, first):
             raise ValueError(
-                f"{leaf_names('output', output)[k]} has no entry for each sample and differs "
-                f"between micro-batches ({first!r} in micro-batch 0, {value!r} in micro-batch {i}),"
-                " so there is no one value to return: return it as a tensor with one entry a sample"
+                f"{leaf_names('output', output, batches=True)[k]} has no entry for each sample and "
+                f"differs between micro-batches ({first!r} in micro-batch 0, {value!r} in "
+                f"micro-batch {i}), so there is no one value to return: return it as a tensor with "
+                "one entry a sample"
             )
     return first
 

@@ -29,6 +29,7 @@ OPTIONAL = {
     "lightning",
     "peft",
     "safetensors",
+    "torch_geometric",
     "timm",
     "torchmetrics",
     "torchvision",

@@ -39,11 +39,14 @@ from syncpipe.balance.profile import LayerProfile, Profile, SkipProfile
 from syncpipe.balance.stored import Live, Stored, saving, size_of, watch_halves
 from syncpipe.data import (
     NoChunk,
+    batch_kind,
+    batch_of,
     clones,
     described,
     distinct,
     flatten,
     map_tensors,
+    samples_of,
     scatter,
     tensors_in,
     unflatten,
@@ -238,7 +241,7 @@ def _sizes(samples: int, sizes: Iterable[int] | None) -> list[int]:
 
 def resized(sample: Any, size: int, device: torch.device | None = None) -> Any:
     """So many samples in memory of their own, those of another batch again and again."""
-    (leaves, spec), (_, samples) = flatten(sample), unwrapped(sample)
+    (leaves, spec), (_, samples) = flatten(sample, batches=True), unwrapped(sample)
     made: dict[int, Any] = {}
     for leaf in leaves:
         if isinstance(leaf, NoChunk):
@@ -253,6 +256,9 @@ def resized(sample: Any, size: int, device: torch.device | None = None) -> Any:
             rows = torch.arange(length, device=leaf.device) % max(1, len(leaf))
             part = leaf.detach()[rows].to(device or leaf.device)
             made[id(leaf)] = part.requires_grad_(leaf.requires_grad)
+        elif batch_kind(leaf):
+            own = batch_of(leaf, size * (samples_of(leaf) or 0) // samples)
+            made[id(leaf)] = map_tensors(lambda ts: [copy_of_tensor(t, device) for t in ts], own)
     return unflatten([made.get(id(leaf), leaf) for leaf in leaves], spec)
 
 

@@ -160,7 +160,8 @@ class LossCheck:
         self._kept: dict[int, tuple[Any, Any]] = {}
         self._bytes = 0
         # What all micro-batches have in common was not cut, and is not to be put together.
-        first, second = [flatten(target)[0] for target in (targets or [(), ()])[:2]]
+        pair = (targets or [(), ()])[:2]
+        first, second = [flatten(target, batches=True)[0] for target in pair]
         self._common = [a is b for a, b in zip(first, second, strict=False)]
 
     def keep(self, i: int, output: Any, target: Any) -> tuple[Any, Any] | None:
@@ -238,8 +239,8 @@ class LossCheck:
         What has no dimensions was made of a micro-batch: it is combined as losses are.
         """
         outputs, targets = zip(*self._kept.values(), strict=True)
-        common, given = self._common_outputs, enumerate(flatten(outputs[0])[0])
-        whole = [k in common for k, leaf in given if isinstance(leaf, Tensor)]
+        common, given = self._common_outputs, enumerate(flatten(outputs[0], batches=True)[0])
+        whole = [k in common for k, leaf in given for _ in tensors_in(leaf)]
 
         def samples_first(tensors: list[Tensor]) -> list[Tensor]:
             each = zip(tensors, along, whole, strict=True)
@@ -258,9 +259,9 @@ class LossCheck:
             ]  # fmt: skip
 
         output = gather([map_tensors(samples_first, output) for output in outputs], common)
-        leaves, structure = flatten(gather(list(targets)))
+        leaves, structure = flatten(gather(list(targets)), batches=True)
         if any(self._common):
-            shared = zip(self._common, flatten(targets[0])[0], leaves, strict=True)
+            shared = zip(self._common, flatten(targets[0], batches=True)[0], leaves, strict=True)
             leaves = [first if common else joined for common, first, joined in shared]
         return self._called((map_tensors(as_they_were, output), unflatten(leaves, structure)))
 

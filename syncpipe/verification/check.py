@@ -20,12 +20,14 @@ from torch.utils.data import DataLoader
 from syncpipe.compare import Comparison, compare
 from syncpipe.data import (
     NoChunk,
+    batch_kind,
     by_name,
     clones,
     described,
     flatten,
     gather,
     map_tensors,
+    parts_of,
     scatter_pair,
     unflatten,
 )
@@ -174,6 +176,7 @@ class _Check:
             self._rounding = 5e-2
         self._seen: list[Observation] = []
         self._made: dict[tuple[int, ...], Values] = {}  # by the order in which they go back
+        self._rows: list[list[Any]] = []  # the leaves of the outputs of micro-batches
         self._apart = ""  # why outputs of micro-batches cannot be put together
         self._loss_draws, self._loss_differs = False, ""
         replicas = f"replicas={pipe.replicas}, " if max(pipe.replicas) > 1 else ""
@@ -379,6 +382,8 @@ class _Check:
         check = LossCheck(objective, source.targets, asked=False) if source.m > 1 else None
         outputs = [run.forward(i, map_tensors(clones, source.pull(i))) for i in range(source.m)]
         kept = list(map(_fresh, outputs))
+        if source.m == self._m:
+            self._rows = [flatten(each, batches=True)[0] for each in kept]
         if check is not None:
             for i, output in enumerate(kept):
                 check.keep(i, output, source.peek_target(i))
@@ -410,20 +415,19 @@ class _Check:
         output = self._pipe(*args, **kwargs)
         kept, source = _fresh(output), self._source(self._pipe.chunks)
         objective, sizes = Objective(self._loss, source), source.sizes
-        common = self._common
-        indices = [k for k, leaf in enumerate(flatten(output)[0]) if isinstance(leaf, Tensor)]
+        leaves, structure = flatten(output, batches=True)
 
-        def piece(i: int, tensors: list[Tensor]) -> list[Tensor]:
-            # In memory of their own, as plainly: its alignment can decide the last bit.
-            cuts = [
-                (t,) * len(sizes) if k in common
-                else torch.split(t, [n * len(t) // sum(sizes) for n in sizes])
-                for k, t in zip(indices, tensors, strict=True)
-            ]  # fmt: skip
-            return [pieces[i].clone() for pieces in cuts]
+        def cut(k: int, leaf: Any) -> Sequence[Any]:
+            if k in self._common or not isinstance(leaf, Tensor):
+                return parts_of(leaf, sizes) if batch_kind(leaf) else [leaf] * len(sizes)
+            return torch.split(leaf, [len(rows[k]) for rows in self._rows])
 
         torch.set_num_threads(self._share)
-        pieces = [map_tensors(partial(piece, i), output) for i in range(source.m)]
+        columns = [cut(k, leaf) for k, leaf in enumerate(leaves)]
+        pieces = [  # in memory of their own, as plainly: its alignment can decide the last bit
+            map_tensors(lambda ts: [t.clone() for t in ts], unflatten(row, structure))
+            for row in zip(*columns, strict=True)
+        ]
         roots = self._roots(objective, source, pieces)
         torch.set_num_threads(self._threads)
         torch.autograd.backward([root for root in roots if root.requires_grad])

@@ -19,7 +19,7 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from syncpipe.compare import Comparison, compare
-from syncpipe.data import by_name, clones, gather, map_tensors, tensors_in
+from syncpipe.data import batch_kind, by_name, clones, flatten, gather, map_tensors, tensors_in
 from syncpipe.layers.batchnorm import MiniBatchStatistics, collect
 from syncpipe.layers.unpack import spread
 from syncpipe.runtime.errors import annotate
@@ -196,6 +196,8 @@ def observe(
     raised on a micro-batch.
     """
     run = PlainRun(layers)
+    # What becomes of graphs is put together in the outputs only.
+    ragged = any(map(batch_kind, flatten(whole, batches=True)[0]))
     store: Store = {}
     stores: list[Store] = [{} for _ in pieces]
     for layer in layers:
@@ -209,8 +211,9 @@ def observe(
             pieces = [run.layer(layer, i, piece, stores[i]) for i, piece in enumerate(pieces)]
         except Exception as error:
             return error
+        apart = ragged and (layer is not layers[-1] or any(each.draws for each in seen))
         try:
-            joined = gather(pieces, getattr(layer.module, "common_outputs", ()))
+            joined = whole if apart else gather(pieces, getattr(layer.module, "common_outputs", ()))
         except ValueError:  # there is a mean over samples in it, say
             joined = whole
         comparison = compare(by_name("output", joined), by_name("output", whole))

@@ -30,10 +30,19 @@ from torch.nn.parameter import is_lazy
 from torch.utils.checkpoint import CheckpointFunction
 
 from syncpipe.compare import Comparison, compare
-from syncpipe.data import by_name, described, flatten, leaf_names, places_of
+from syncpipe.data import (
+    batch_kind,
+    batch_of,
+    by_name,
+    described,
+    flatten,
+    leaf_names,
+    places_of,
+    tensors_in,
+)
 from syncpipe.layers.conversion.layer import ModelNames, layers_of
 from syncpipe.layers.conversion.origin import CALL_HOOKS, Origin, Read
-from syncpipe.layers.conversion.signature import Signature, call_input
+from syncpipe.layers.conversion.signature import Signature, call_input, shape_of
 from syncpipe.layers.conversion.trace import CHECKS, Tracer, Whole, guard
 from syncpipe.runtime.random_numbers import is_compiled
 from syncpipe.skip.skippable import is_skippable
@@ -179,7 +188,7 @@ class _Inlined:
     """
 
     def __init__(self, model: nn.Module, signature: Signature, tensors: list[Tensor]) -> None:
-        if not any(tensor.is_meta for tensor in tensors):
+        if not any(tensor.is_meta for tensor in tensors_in(tensors)):
             _give_values(model)
         self.model, self.signature, self.tensors = model, signature, tensors
         self.name, self._objects = type(model).__name__, dict[str, Any]()
@@ -266,7 +275,7 @@ class _Inlined:
 
     def _follow_dtypes(self) -> None:
         """Has dtypes that are those of other tensors be these: under autocast they are others."""
-        kind = self.tensors[0].device.type
+        kind = tensors_in(self.tensors)[0].device.type
         if kind == "meta" or not any(n.meta["dtypes"] for r in self.runs.values() for n in r.nodes):
             return
         mixed = torch.autocast(kind, torch.bfloat16, enabled=not torch.is_autocast_enabled(kind))
@@ -380,9 +389,10 @@ class _Inlined:
         """
         signature, n = self.signature, self.signature.batch
         cut = [k for k, is_cut in enumerate(signature.is_cut) if is_cut]
-        if len(cut) < 2 or not any(n in tensor.shape[1:] for tensor in self.tensors):
+        if len(cut) < 2 or not any(n in shape_of(tensor)[1:] for tensor in self.tensors):
             return
-        for few in ([], *([k] for k in cut[:0:-1]), cut[1:]):  # that are not cut
+        may_be_whole = [k for k in cut[1:] if isinstance(self.tensors[k], Tensor)]
+        for few in ([], *([k] for k in reversed(may_be_whole)), may_be_whole):  # are not cut
             tensors = self._resized(frozenset((k, 0) for k in cut if k not in few), n + 1)
             args, kwargs = signature.call(tensors)
             with suppress(Exception):
@@ -396,7 +406,7 @@ class _Inlined:
         cut = frozenset((k, 0) for k, is_cut in enumerate(self.signature.is_cut) if is_cut)
         alike: dict[Any, set[tuple[int, int]]] = {}
         for k, tensor in enumerate(self.tensors):
-            for d, size in enumerate(tensor.shape):
+            for d, size in enumerate(shape_of(tensor)):
                 for key in ((None, size), (d, size)) if (k, d) not in cut and size > 1 else ():
                     alike.setdefault(key, set()).add((k, d))
         found = {cut: [size for size in (1, 2 * n, n + 1) if size != n]}
@@ -494,6 +504,9 @@ class _Inlined:
         """The sample with another size: its entries again, or fewer of them."""
         tensors = list(self.tensors)
         for k, d in group:
+            if batch_kind(tensors[k]):
+                tensors[k] = batch_of(tensors[k], size)
+                continue
             repeats = -(-size // tensors[k].shape[d])
             tensors[k] = torch.cat([tensors[k]] * repeats, d).narrow(d, 0, size)
         return tensors
@@ -503,14 +516,16 @@ class _Inlined:
     def _check_outputs(self, run: Tracer, varied: Any, m: int) -> None:
         """Refuses outputs of which the batch is not dimension 0: they could not be concatenated."""
         n, result, common = self.signature.batch, run.result, run.nodes[-1].meta["common"]
-        pairs = enumerate(zip(flatten(result)[0], flatten(varied)[0], strict=False))
-        for at, (k, (a, b)) in zip(leaf_names("output", result), pairs, strict=False):
+        ragged = any(map(batch_kind, self.tensors))  # a node of a graph is no sample
+        (ours, _), (theirs, _) = flatten(result, batches=True), flatten(varied, batches=True)
+        names, pairs = leaf_names("output", result, batches=True), zip(ours, theirs, strict=False)
+        for at, (k, (a, b)) in zip(names, enumerate(pairs), strict=False):
             if k in common or not (
                 isinstance(a, Tensor) and isinstance(b, Tensor) and a.dim() == b.dim() > 0
             ):
                 continue
             follows = [d for d in range(a.dim()) if a.shape[d] != b.shape[d]]
-            if follows != [0] or a.shape[0] * m != b.shape[0] * n:
+            if follows != [0] or (a.shape[0] * m != b.shape[0] * n and not ragged):
                 dims = " and ".join(map(str, follows))
                 raise ValueError(
                     f"{at} of {self.name} is {described(a)} for a batch of {n} and {described(b)} "
@@ -524,7 +539,7 @@ class _Inlined:
 
     def _time_first(self) -> str:
         """A hint, where the batch seems to be dimension 1 of the inputs."""
-        sizes = [tuple(tensor.shape[:2]) for tensor in self.tensors if tensor.dim() > 1]
+        sizes = [shape_of(tensor)[:2] for tensor in self.tensors if len(shape_of(tensor)) > 1]
         if len(sizes) < 2 or len({b for _, b in sizes}) > 1 or len({a for a, _ in sizes}) == 1:
             return ""
         return (

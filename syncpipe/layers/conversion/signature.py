@@ -15,7 +15,20 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from syncpipe.data import NoChunk, bare, by_name, described, equal, flatten, unflatten
+from syncpipe.data import (
+    NoChunk,
+    bare,
+    batch_kind,
+    by_name,
+    described,
+    equal,
+    flatten,
+    hidden_tensor,
+    map_tensors,
+    samples_of,
+    to_cut,
+    unflatten,
+)
 
 __all__ = [
     "Signature", "batch_input", "call_arguments", "call_input", "common_outputs",
@@ -48,21 +61,32 @@ class Signature:
         self._positional, self._given = {*names[: len(args)]}, {*names[: len(args)], *kwargs}
         self._refuse_lists_of_images(sample)
         found = _named(sample)
-        self._sample = {at: Tensor if _is_tensor(leaf) else leaf for at, leaf in found.items()}
-        empty = unflatten(self._sample.values(), flatten(sample)[1])
+        self._sample = {at: Tensor if is_input(leaf) else leaf for at, leaf in found.items()}
+        empty = unflatten(self._sample.values(), flatten(sample, batches=True)[1])
         self._structure = flatten(empty)[1]  # which holds containers, but no tensors
-        named = {at: leaf for at, leaf in found.items() if _is_tensor(leaf)}
+        named = {at: leaf for at, leaf in found.items() if is_input(leaf)}
         self.names, tensors = list(named), list(map(bare, named.values()))
         # Of those that may be cut: a tensor in NoChunk is none.
-        sizes = [len(t) if isinstance(t, Tensor) and t.dim() else 0 for t in named.values()]
+        sizes = [samples_of(value) or 0 for value in named.values()]
         self.batch = next(filter(None, sizes), 0)
         if not self.batch:
             raise ValueError(
                 f"the sample for {self.name} holds no tensor with a batch in dimension 0: give the "
                 f"arguments of {self.name}.forward{self.parameters}, as for one call of the model"
             )
-        self.is_cut = [size == self.batch for size in sizes]
-        self._shapes, self._kinds = [t.shape for t in tensors], list(map(_kind, tensors))
+        for at, leaf in found.items():
+            within = hidden_tensor(leaf, lambda t: t.dim() > 0 and len(t) == self.batch)
+            if within is not None and not is_input(leaf):
+                raise ValueError(
+                    f"{at} is a {type(leaf).__name__}, which holds a tensor with the batch at "
+                    f"{at}{within} that is no entry of a tuple, dict or dataclass, so that it is "
+                    f"not cut into micro-batches. Leave it out (a cache), or {to_cut(leaf)}"
+                )
+        self.is_cut = [
+            size == self.batch or batch_kind(value) is not None
+            for size, value in zip(sizes, named.values(), strict=True)
+        ]
+        self._shapes, self._kinds = list(map(shape_of, tensors)), list(map(_kind, tensors))
         return tensors
 
     def _refuse_lists_of_images(self, sample: dict[str, Any]) -> None:
@@ -98,8 +122,7 @@ class Signature:
 
     def call(self, tensors: Iterable[Tensor]) -> _Arguments:
         """The arguments of the sample, with copies of these tensors: models write into them."""
-        copies = (t.detach().clone().requires_grad_(t.requires_grad) for t in tensors)
-        return self.arguments(copies)
+        return self.arguments(map_tensors(_copied, value) for value in tensors)
 
     def arguments(self, values: Iterable[Any]) -> _Arguments:
         """The arguments of the sample, with these values in the place of its tensors."""
@@ -123,16 +146,18 @@ class Signature:
         found = _named(self._bound(args, kwargs))
         for name in {**self._sample, **found}:
             then, now = self._sample.get(name, ...), found.get(name, ...)
-            if not (equal(then, now) or (then is Tensor and _is_tensor(now))):
+            if not (equal(then, now) or (then is Tensor and is_input(now))):
                 raise ValueError(
                     f"{self.name} was converted with a sample in which {name} is {_shown(then)}, "
                     f"and here it is {_shown(now)}, for which the model may do something else: "
                     "call it as in the sample, or convert the model with a sample like this call"
                 )
-        return [leaf for leaf in found.values() if _is_tensor(leaf)]
+        return [leaf for leaf in found.values() if is_input(leaf)]
 
     def given_as_one(self, input: Any) -> list[Any]:
         """Likewise of one input: a tuple is positional arguments, a mapping goes by keyword."""
+        if batch_kind(input):
+            return self.given((input,), {})
         if isinstance(input, Mapping):
             return list(input.values()) if [*input] == self.names else self.given((), dict(input))
         return self.given(tuple(input) if isinstance(input, (tuple, list)) else (input,), {})
@@ -160,9 +185,10 @@ class Signature:
         for k, tensor in enumerate(map(bare, values)):
             free = self.free | ({(k, 0)} if whole and self.is_cut[k] else set())
             sizes = ["any" if (k, d) in free else str(n) for d, n in enumerate(self._shapes[k])]
-            kind, pairs = _kind(tensor), zip(tensor.shape, sizes, strict=False)
+            kind, shape = _kind(tensor), shape_of(tensor)
+            pairs = zip(shape, sizes, strict=False)
             if (
-                tensor.dim() != len(sizes)
+                len(shape) != len(sizes)
                 or kind != self._kinds[k]
                 or any(size not in ("any", str(n)) for n, size in pairs)
             ):
@@ -175,21 +201,33 @@ class Signature:
 
 def _named(arguments: dict[str, Any]) -> dict[str, Any]:
     """What is in arguments, by names for messages."""
-    trees = (by_name(name, value) for name, value in arguments.items())
+    trees = (by_name(name, value, batches=True) for name, value in arguments.items())
     return {at: leaf for tree in trees for at, leaf in tree.items()}
 
 
 def _shown(leaf: Any) -> str:
     if leaf is ...:
         return "not there"
-    return "a tensor" if leaf is Tensor or _is_tensor(leaf) else f"{leaf!r}"
+    return "a tensor" if leaf is Tensor or is_input(leaf) else f"{leaf!r}"
 
 
-def _is_tensor(leaf: Any) -> bool:
-    return isinstance(leaf, (Tensor, NoChunk))
+def is_input(leaf: Any) -> bool:
+    """Whether it may be another one in each call: a tensor, or a batch of a registered class."""
+    return isinstance(leaf, (Tensor, NoChunk)) or batch_kind(leaf) is not None
 
 
-def _kind(tensor: Tensor) -> str:
+def shape_of(value: Any) -> tuple[int, ...]:
+    """The shape of a tensor; of a batch of a registered class the number of its samples."""
+    return tuple(value.shape) if isinstance(value, Tensor) else (samples_of(value) or 0,)
+
+
+def _copied(tensors: list[Tensor]) -> list[Tensor]:
+    return [t.detach().clone().requires_grad_(t.requires_grad) for t in tensors]
+
+
+def _kind(tensor: Any) -> str:
+    if not isinstance(tensor, Tensor):
+        return type(tensor).__name__
     if tensor.dtype is torch.bool or tensor.is_complex():
         return "complex" if tensor.is_complex() else "bool"
     return "float" if tensor.is_floating_point() else "int"

@@ -33,8 +33,9 @@ from torch.nn.modules import transformer
 from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import CheckpointFunction
 
-from syncpipe.data import equal, flatten, tensors_in
+from syncpipe.data import batch_kind, entries, equal, flatten, tensors_in
 from syncpipe.layers.conversion.origin import MISSING, PLAIN, Read, alike, attribute
+from syncpipe.layers.conversion.signature import is_input
 from syncpipe.runtime.interrupts import forkable
 
 __all__ = ["CHECKS", "DEVICE", "Function", "Tracer", "Whole", "guard"]
@@ -160,6 +161,8 @@ def map_tree(fn: Callable[[Any], Any], tree: Any, build: Callable[..., Any] | No
 
 def _parts(value: Any) -> dict[Any, Any] | None:
     """What is in a tree, by the key, attribute or index; None for anything else."""
+    if batch_kind(value):
+        return None
     if type(value) in (tuple, list, torch.Size):
         return dict(enumerate(value))
     if isinstance(value, slice):
@@ -287,8 +290,12 @@ class Tracer(TorchFunctionMode):
         for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
             self._place("get_attr", name, key=("attribute", name), value=tensor)
         self._where = self._place("get_attr", DEVICE, key=("device", DEVICE))
-        for name, tensor in zip(names, tensors_in((args, kwargs)), strict=True):
-            self._place("placeholder", name, key=("input", name), value=tensor)
+        inputs = [leaf for leaf in flatten((args, kwargs), batches=True)[0] if is_input(leaf)]
+        self._batches = {id(leaf): leaf for leaf in inputs if batch_kind(leaf)}
+        for name, value in zip(names, inputs, strict=True):
+            node = self._place("placeholder", name, key=("input", name), value=value)
+            if batch_kind(value):
+                self._enter(value, node)
         with _tracing_lock, ExitStack() as stack:
             self._stack = stack
             for replaced in list(self._replaced()):
@@ -351,6 +358,11 @@ class Tracer(TorchFunctionMode):
                     yield cls, name, replaced(cls.__dict__[name])
         for cls in {type(module) for module in self._paths}:
             yield cls, "__getattribute__", self._reading(cls.__getattribute__)
+        for cls in {type(batch) for batch in self._batches.values()}:
+            yield cls, "__getattribute__", self._reading_batch(cls.__getattribute__)
+            for name in ("__setattr__", "__setitem__"):
+                if hasattr(cls, name):
+                    yield cls, name, self._setting_batch(getattr(cls, name))
         apply = self._applying(torch.autograd.Function.__dict__["apply"])
         yield torch.autograd.Function, "apply", classmethod(apply)
         script: Any = torch.jit.ScriptFunction
@@ -435,6 +447,49 @@ class Tracer(TorchFunctionMode):
         self._watch(value, name)
         return value
 
+    def _enter(self, value: Any, node: fx.Node) -> None:
+        """Knows the tensors in a batch of a registered class, which the first layer takes out."""
+        for get, key, entry in entries(value):
+            path = (*node.meta["key"], key)
+            if isinstance(entry, Tensor):
+                self._place("call_function", get, (node, key), key=path, value=entry)
+            elif isinstance(entry, (tuple, list, dict)):
+                self._enter(entry, self._place("call_function", get, (node, key), key=path))
+
+    def _reading_batch(self, get: Callable[..., Any]) -> Callable[..., Any]:
+        """Numbers and tensors that a batch of a registered class computes are its attributes."""
+
+        def read(batch: Any, key: str) -> Any:
+            if self.idle or key[:1] == "_" or id(batch) not in self._batches:
+                return get(batch, key)
+            self._off = True
+            try:
+                value = get(batch, key)
+            finally:
+                self._off = False
+            if type(value) not in (int, float) and not isinstance(value, Tensor):
+                return value
+            if id(value) in self._nodes:
+                return value
+            node = self._nodes[id(batch)]
+            with self._graph.inserting_after(node):
+                key_of = (*node.meta["key"], key)
+                found = self._place("call_function", getattr, (node, key), key=key_of)
+            if isinstance(value, Tensor):
+                self._know(value, found)
+                return value
+            return self._number(found, value)
+
+        return read
+
+    def _setting_batch(self, put: Callable[..., Any]) -> Callable[..., Any]:
+        def written(batch: Any, key: Any, value: Any) -> None:
+            if not self.idle and id(batch) in self._batches:
+                self._fault(f"its forward sets {key} of a {type(batch).__name__} that it was given")
+            put(batch, key, value)
+
+        return written
+
     def _watch(self, value: Any, name: str) -> None:
         """Sees what is read of an object that is an attribute (a config, say)."""
         kind = type(value)
@@ -493,7 +548,7 @@ class Tracer(TorchFunctionMode):
 
     def _common(self) -> frozenset[int]:
         """Which tensors in the output, by index, were computed of parameters alone."""
-        leaves = enumerate(flatten(self.result)[0])
+        leaves = enumerate(flatten(self.result, batches=True)[0])
         return frozenset(
             k for k, leaf in leaves if isinstance(leaf, Tensor) and not self._of_input(leaf)
         )
@@ -622,10 +677,9 @@ class Tracer(TorchFunctionMode):
         elif target == "to" and type(args[-1]) is str:
             args = (*args[:-1], torch.device(args[-1]))
         given = self._lift(args), self._lift(named)
-        tensors = tensors_in((args, kwargs))
+        tensors, self._off = tensors_in((args, kwargs)), True
         versions = [None if tensor.is_inference() else tensor._version for tensor in tensors]
         mode, start = _mode(self._device), time.thread_time()
-        self._off = True
         try:
             result = fn(*map_tree(plain, args), **map_tree(plain, kwargs))
         finally:
