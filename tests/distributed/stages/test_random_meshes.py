@@ -196,7 +196,7 @@ def run_case(case: dict[str, Any]) -> str:
         wanted = pipe.eval()(x[replica])
     if output is not None:
         worst.append(float((output - wanted).norm() / wanted.norm()))
-    bound = 5e-2 if case["autocast"] else 1e-4
+    bound = 0.1 if case["autocast"] else 1e-4  # three steps in bfloat16
     return f"off by {max(worst):.2g}" if not max(worst) < bound else ""
 
 
