@@ -279,7 +279,8 @@ class _Call:
     def finish(self) -> float:
         """Makes gradients those of all processes; as of ``training.train.train``."""
         owner, objective = self._owner, self._objective
-        own = _weights(objective)[0]
+        assert objective.divisor is not None
+        own = float(objective.divisor)
         sizes: list[list[int]] = []
         there: list[bool] = []
         if owner.syncs:
@@ -311,7 +312,7 @@ class _Call:
 
     def _exchange(self, sizes: Any = (), there: Sequence[bool] = ()) -> list[Sequence[bool]]:
         """Tells all which call this is, and what it weighs; returns ``there`` of all."""
-        objective, weight = self._objective, _weights(self._objective)[1]
+        objective, weight = self._objective, float(self._objective.total())
         found: dict[Any, Any] = {}
         if self.what["global_loss"]:  # the loss, and the metrics that are numbers
             metrics = objective.metrics() or {}
@@ -343,12 +344,6 @@ class _Call:
                 flat.add_(_flat(leaves, before), alpha=self._whole / owner.peers.size - own)
             real = torch.view_as_real(flat) if flat.is_complex() else flat
             sent.append((leaves, flat, dist.all_reduce(real, group=group, async_op=True)))
-
-
-def _weights(objective: Objective) -> tuple[float, float]:
-    """What gradients were divided by, and what the mini-batch weighs."""
-    assert objective.divisor is not None
-    return float(objective.divisor), float(objective.total())
 
 
 _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}

@@ -220,14 +220,15 @@ class Peers:
 
     def _exchange(self, message: Any) -> list[Any]:
         self.sent, own = True, pickle.dumps(message)
-        sizes = [int(size) for size in self._gather(torch.tensor([len(own)]))]
+        sizes = [int(size) for size in self.gather(torch.tensor([len(own)]), self._messages)]
         own = own.ljust(max(sizes))
-        rows = self._gather(torch.frombuffer(bytearray(own), dtype=torch.uint8))
+        rows = self.gather(torch.frombuffer(bytearray(own), dtype=torch.uint8), self._messages)
         return [pickle.loads(bytes(row.tolist())) for row in rows]
 
-    def _gather(self, own: Tensor) -> list[Tensor]:
+    def gather(self, own: Tensor, group: Any) -> list[Tensor]:
+        """That of each process, all of one shape."""
         rows = [torch.empty_like(own) for _ in range(self.size)]
-        self.wait(dist.all_gather(rows, own, self._messages, async_op=True), own)
+        self.wait(dist.all_gather(rows, own, group, async_op=True), own)
         return rows
 
     def wait(self, work: Any, tensor: Tensor) -> None:

@@ -64,7 +64,9 @@ def schedule_over(
         raise ValueError(
             f"{name!r} needs {_NEEDS[needed]}. Here each rank has {n}, placed {placement!r}"
         )
-    schedule = _checked(getattr(pipelining, kind))(*_arguments(owner.stages, needed, m, loss))
+    schedule = _mixed(_Checked, getattr(pipelining, kind))(
+        *_arguments(owner.stages, needed, m, loss)
+    )
     schedule._of, schedule._needed = (owner, name, m, loss), needed
     schedule._begun = partial(_MiniBatch, owner, m, loss, group, verify)
     schedule._check_modules()
@@ -86,13 +88,8 @@ def _arguments(stages: list[Any], needed: str, m: int, loss: Loss | None) -> tup
 
 
 @cache
-def _checked(kind: type) -> type:
-    return type(kind.__name__, (_Checked, kind), {"__module__": __name__})
-
-
-@cache
-def _plain(kind: type) -> type:
-    return type(kind.__name__, (Warmup, kind), {"__module__": __name__})
+def _mixed(mixin: type, kind: type) -> Any:
+    return type(kind.__name__, (mixin, kind), {"__module__": __name__})
 
 
 class _Checked:
@@ -211,7 +208,7 @@ class _Checked:
         if self._running[0] != stages:
             kind, made = getattr(pipelining, SCHEDULES[name][0]), owner.pytorch_stages()
             arguments = _arguments(made, self._needed, m, loss)
-            self._running = stages, _plain(kind)(*arguments, scale_grads=False)
+            self._running = stages, _mixed(Warmup, kind)(*arguments, scale_grads=False)
         return self._running[1]
 
     def _check_modules(self) -> None:
@@ -256,14 +253,14 @@ class _Checked:
     def _factor(self, batch: _MiniBatch) -> Tensor:
         """By what gradients are multiplied where weights came with the losses, on all ranks."""
         owner = self._of[0]
-        factor = batch.factor() if owner.last is not None else torch.ones(1)
+        factor = batch.factor() if owner.last is not None else 1.0
         if batch.weighed and self._replicated and batch.group is None:
             raise ValueError(
                 "losses came with weights, and stages are in fully_shard or "
                 "DistributedDataParallel, whose gradients of several mini-batches are one already: "
                 "give schedule(..., data_parallel=mesh['dp']), by which all weights are summed"
             )
-        factor = factor.to(owner.device, torch.float64, copy=True).reshape(1)
+        factor = torch.as_tensor(factor).to(owner.device, torch.float64, copy=True).reshape(1)
         owner.broadcast(factor)
         return factor.float()
 
@@ -276,7 +273,7 @@ class _MiniBatch(Source):
 
     _objective: Objective | None = None
     _check: LossCheck | None = None
-    _by: Tensor | None = None
+    _by: Any = None
 
     def __init__(
         self, owner: Any, m: int, loss: Loss | None, group: dist.ProcessGroup | None,
@@ -366,13 +363,13 @@ class _MiniBatch(Source):
         """Whether losses came with weights."""
         return self._objective is not None and self._objective.came_with_weights
 
-    def factor(self) -> Tensor:
-        """One by the weights of the losses, if they came with these."""
-        objective = self._objective
-        if objective is None or not objective.came_with_weights:
-            return torch.ones(1)
-        whole = self._mean(objective.total())
-        self._by = torch.where(whole == 0, 0.0, 1 / whole)
+    def factor(self) -> Any:
+        """One by the weights of the losses, if they came with these; found once for all ranks."""
+        if self._by is None:
+            self._by = 1.0
+            if self._objective is not None and self._objective.came_with_weights:
+                whole = self._mean(self._objective.total())
+                self._by = torch.where(whole == 0, 0.0, 1 / whole)
         return self._by
 
     def _mean(self, weight: Any) -> Tensor:
@@ -394,10 +391,7 @@ class _MiniBatch(Source):
         if self._objective is None:
             return None
         if losses is not None:
-            if self._by is None:
-                self.factor()
-            by = 1 if self._by is None else self._by
-            losses[:] = [share.detach() * by for share in self.shares]
+            losses[:] = [share.detach() * self.factor() for share in self.shares]
         if self._check is not None:
             common = common_outputs(self._owner.last)
             self._owner.counts.compare(self._check, common, draws=bool(self._draws))

@@ -30,7 +30,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from syncpipe.balance.balances import balance_named
-from syncpipe.data import by_name, described, flatten, map_tensors, tensors_in, unwrapped
+from syncpipe.data import by_name, clones, described, flatten, map_tensors, tensors_in, unwrapped
 from syncpipe.distributed.peers import Peers, checked_number, given_group
 from syncpipe.distributed.private import PyTorchStage, check_pipelining, timeout_of
 from syncpipe.distributed.schedules import may_weigh, schedule_over
@@ -82,8 +82,11 @@ class Boundary:
                     "another go tensors, None, numbers and strings, in tuples, dicts and the like; "
                     "choose a balance that does not cut here"
                 )
-        plain = map_tensors(lambda tensors: [_plain(tensor, where) for tensor in tensors], tree)
-        self.tree, self._where, self._kind = _empty(plain, "meta"), where, _kind(tree)
+
+        def empty(tensors: list[Tensor]) -> list[Tensor]:
+            return [torch.zeros_like(_plain(tensor, where), device="meta") for tensor in tensors]
+
+        self.tree, self._where, self._kind = map_tensors(empty, tree), where, _kind(tree)
         #: The dtypes on the wire, where ``fully_shard`` changes those of the layers.
         self.dtypes = [_real(tensor).dtype for tensor in tensors_in(self.tree)]
 
@@ -118,10 +121,6 @@ class Boundary:
             return [torch.view_as_complex(t) if known.is_complex() else t for t, known in pairs]
 
         return map_tensors(known, self.tree)
-
-
-def _empty(tree: Any, device: Any) -> Any:
-    return map_tensors(lambda ts: [torch.zeros_like(t, device=device) for t in ts], tree)
 
 
 def _kind(tree: Any) -> tuple[str, Any]:
@@ -350,7 +349,7 @@ class Stages(ModelNames):
             part.outward.dtypes = [tensor.dtype for tensor in sent]
             return part.outward
 
-        part.inputs = [_copied(self.sample)] if inward is None else []
+        part.inputs = [map_tensors(clones, self.sample)] if inward is None else []
         return unchanged(part, torch.no_grad()(run))
 
     def pytorch_stages(self) -> list[Any]:
@@ -511,9 +510,7 @@ class Stages(ModelNames):
             norm: Any = nn.utils.get_total_norm(grads, norm_type)
             norms.append((norm.full_tensor() if isinstance(norm, DTensor) else norm).double())
         own = torch.linalg.vector_norm(torch.stack(norms), norm_type)
-        rows = [torch.empty_like(own) for _ in range(self.peers.size)]
-        self.peers.wait(dist.all_gather(rows, own, self._group, async_op=True), own)
-        everywhere = torch.stack(rows)
+        everywhere = torch.stack(self.peers.gather(own, self._group))
         return torch.linalg.vector_norm(everywhere, norm_type)  # type: ignore[no-any-return]
 
     def broadcast(self, tensor: Tensor) -> None:
@@ -670,7 +667,3 @@ class _Tied(NamedTuple):
 
 def _local(tensor: Any) -> Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
-
-
-def _copied(tree: Any) -> Any:
-    return map_tensors(lambda tensors: [tensor.clone() for tensor in tensors], tree)
