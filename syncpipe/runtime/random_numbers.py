@@ -24,7 +24,7 @@ from __future__ import annotations
 
 import sys
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
 from functools import cache, partial
 from itertools import zip_longest
@@ -424,9 +424,17 @@ _holding: dict[int, set[object]] = {}
 _held = forkable()
 
 
-def modules_that_draw(root: nn.Module) -> list[nn.Module]:
+def modules_that_draw(roots: Iterable[nn.Module]) -> list[nn.Module]:
     """The modules of PyTorch that draw, in training, in their own forward and nowhere else."""
-    return [module for module in root.modules() if type(module) in _DRAW]
+    found: dict[nn.Module, None] = {}
+    pending: list[nn.Module | None] = [*roots]
+    while pending:  # (``modules()`` takes several Python calls for each: this is done in each call)
+        module = pending.pop()
+        if module is not None:
+            pending.extend(module._modules.values())
+            if type(module) in _DRAW:
+                found[module] = None
+    return [*found]
 
 
 def let_modules_hold(modules: Sequence[nn.Module], run: Callable[[], _T]) -> _T:

@@ -20,6 +20,7 @@ from syncpipe.runtime.random_numbers import (
     holds_generators,
     is_random,
     let_modules_hold,
+    modules_that_draw,
     outside_of_turn,
     put_back_states,
     states_of,
@@ -146,9 +147,10 @@ class Again:
             )
             moment = torch._C._current_graph_task_id()
             run_again = partial(self.run.recompute, recomputation, given, moment, keep=True)
-            return outside_of_turn(
-                partial(let_modules_hold, self.stage.that_draw, run_again)
-            )  # the order of locks is: stage before random state
+            in_modules = self.stage.generators.in_modules
+            drawing = modules_that_draw([self.stage.partition]) if in_modules else []
+            # The order of locks is: stage before random state.
+            return outside_of_turn(partial(let_modules_hold, drawing, run_again))
 
         like = torch.empty(0, device=self.stage.device)  # tells what kind of device it is
         return checkpoint(

@@ -13,7 +13,7 @@ from torch import nn
 
 from syncpipe.runtime.engine import Engine
 from syncpipe.runtime.interrupts import forkable, undone
-from syncpipe.runtime.random_numbers import outside_of_turn
+from syncpipe.runtime.random_numbers import modules_that_draw, outside_of_turn
 from syncpipe.runtime.worker import Worker
 from syncpipe.schedules.schedule import Devices
 from syncpipe.schedules.steps import Edge, numbers_of
@@ -127,6 +127,7 @@ class Pipeline:
                 (more if k else self.stages).append(stage)
             first = last
         self.stages += more
+        self._drawing = [s.partition for s in self.stages if s.generators.in_modules]
         self.engine = Engine(self.workers)
         self.has_joined = self.streaming = False
         self.training = threading.RLock()  # what a failed call puts back must be its own
@@ -149,7 +150,7 @@ class Pipeline:
     @property
     def that_draw(self) -> list[nn.Module]:
         """The modules, as they are now, that hold generators by themselves while a call runs."""
-        return [module for stage in self.stages for module in stage.that_draw]
+        return modules_that_draw(self._drawing)
 
     @property
     def on_cpu(self) -> bool:

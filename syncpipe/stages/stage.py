@@ -12,7 +12,7 @@ from torch import nn
 
 from syncpipe.layers.batchnorm import DeferredBatchNorm
 from syncpipe.layers.unpack import chained
-from syncpipe.runtime.random_numbers import Generators, has_hooks, modules_that_draw
+from syncpipe.runtime.random_numbers import Generators, has_hooks
 from syncpipe.runtime.recomputation import Changes
 from syncpipe.skip.layout import layer_skips
 from syncpipe.skip.skippable import is_skippable
@@ -102,11 +102,6 @@ class Stage:
         if whole is not None:
             self.number = whole.number
             self.changes.lock = whole.changes.lock  # modules may be in several units
-
-    @property
-    def that_draw(self) -> list[nn.Module]:
-        """Its modules, as they are now, that hold generators by themselves while a call runs."""
-        return modules_that_draw(self.partition) if self.generators.in_modules else []
 
     @property
     def layers_in_words(self) -> str:
