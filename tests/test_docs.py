@@ -14,6 +14,8 @@ import runpy
 import socket
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -22,7 +24,7 @@ import pytest
 import torch
 
 ROOT = Path(__file__).parents[1]
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 NOT_RUN = {"bash", "diff", "text"}
 OPTIONAL = {
     "accelerate",
@@ -82,20 +84,27 @@ def missing(text: str) -> bool:
     return any(name in OPTIONAL and find_spec(name) is None for name in found)
 
 
+@contextmanager
+def new_session(name: str) -> Iterator[dict[str, Any]]:
+    """Globals for code that is run, which are empty afterwards."""
+    session: dict[str, Any] = {"__name__": name}
+    try:
+        yield session
+    finally:
+        # torch.compile keeps these globals for longer, with names of its own ("__...") in them.
+        for name in [name for name in session if not name.startswith("__")]:
+            del session[name]
+
+
 @pytest.mark.usefixtures("here")
 @pytest.mark.parametrize("page", PAGES, ids=name_of)
 def test_the_code_of_a_page_runs(page: Path) -> None:
-    session: dict[str, Any] = {"__name__": f"page_{page.stem}"}
-    try:
+    with new_session(f"page_{page.stem}") as session:
         for language, line, text in blocks_of(page):
             assert language in {"python", *NOT_RUN}, f"{name_of(page)}:{line}: of which language?"
             if language == "python" and not missing(text):
                 # As many lines before it as in the page, so that tracebacks show where it stands.
                 exec(compile("\n" * line + text, str(page), "exec"), session)
-    finally:
-        # torch.compile keeps these globals for longer, with names of its own ("__...") in them.
-        for name in [name for name in session if not name.startswith("__")]:
-            del session[name]
 
 
 @pytest.mark.parametrize("page", PAGES, ids=name_of)
@@ -193,6 +202,6 @@ def test_the_script_of_the_page_about_data_parallel_pipes_trains(tmp_path):
 @needs_gloo
 def test_the_script_of_the_page_about_stages_trains_on_two_nodes_of_two_processes(tmp_path):
     pytest.importorskip("sklearn")
-    script = str(ROOT / "docs" / "train_stages.py")
-    (loss,) = losses_of(tmp_path, "--nproc-per-node", "2", script, "1", nodes=2)
+    script = str(ROOT / "docs" / "examples" / "train_stages.py")
+    (loss,) = losses_of(tmp_path, "--nproc-per-node", "2", script, "--tiny", nodes=2)
     assert loss < 1.5  # of ten classes; it begins at 2.3

@@ -1,10 +1,10 @@
 """The demo's model, a stage in each process, on one machine or several.
 
-    torchrun --nproc-per-node 4 docs/train_stages.py          # one machine, four processes
+    torchrun --nproc-per-node 4 train_stages.py          # one machine, four processes
 
     # two machines, two processes each: the same line on both, with the first one's address
     torchrun --nnodes 2 --nproc-per-node 2 --rdzv-backend c10d --rdzv-endpoint first:29500 \\
-        docs/train_stages.py
+        train_stages.py
 
 It needs scikit-learn, for the demo's data: pip install "syncpipe[demo]".
 """
@@ -23,7 +23,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from syncpipe.commands.demo import BATCH_SIZE, load_digits, resnet
 from syncpipe.distributed import stage
 
-EPOCHS = int(sys.argv[1]) if len(sys.argv) > 1 else 10
+EPOCHS = 1 if "--tiny" in sys.argv else 10
 CHUNKS = 8
 
 # With GPUs: one for each process, by its number on its machine.
