@@ -125,6 +125,7 @@ def closes() -> None:
     group, store = here.groups[0], distributed.distributed_c10d._get_default_store()
     keys = [f"{group.group_name}/{what}" for what in ("closed", "done")]
     limit = timedelta(seconds=30)
+    distributed.barrier()  # all have their connections
     if rank == 0:
         here.close()
         store.set(keys[0], "")
