@@ -284,11 +284,11 @@ class _Call:
         sizes: list[list[int]] = []
         there: list[bool] = []
         if owner.syncs:
-            self._stages.append([leaf for leaf in self._leaves.found() if leaf.requires_grad])
+            self._stages.append([leaf for leaf in self._leaves.others() if leaf.requires_grad])
             sizes = [*self._sizes, [leaf.nbytes for leaf in self._stages[-1]]]
             there = [_is_there(leaf) for leaf in chain(*self._stages)]
         rows = self._exchange(sizes, there)
-        factor = (1.0 if objective.adds_up else own / self._whole) * owner.peers.size
+        factor = (1.0 if objective.is_sum else own / self._whole) * owner.peers.size
         if not owner.syncs:
             if factor != 1:
                 self._leaves.scale(factor)
@@ -317,14 +317,14 @@ class _Call:
         if self.what["global_loss"]:  # the loss, and the metrics that are numbers
             metrics = objective.metrics() or {}
             found = {None: objective.loss(), **{k: v for k, v in metrics.items() if _is_number(v)}}
-        what = {**self.what, "loss_reduction='sum'": objective.adds_up, "metrics": [*found][1:]}
+        what = {**self.what, "loss_reduction='sum'": objective.is_sum, "metrics": [*found][1:]}
         for j, stage in enumerate(sizes):
             whose = f"stage {j}" if j + 1 < len(sizes) else "what is no parameter of the pipe"
             what[f"the bytes of gradients of {whose} (0: frozen)"] = stage
-        factor = 1.0 if objective.adds_up else weight
+        factor = 1.0 if objective.is_sum else weight
         parts = {name: float(x) * factor if factor else 0.0 for name, x in found.items()}
         rows = self._owner.peers.agree(lambda: (what, (weight, there, parts)))
-        if not objective.adds_up:  # where nothing counts there is no gradient
+        if not objective.is_sum:  # where nothing counts there is no gradient
             self._whole = sum(row[0] for row in rows) or 1.0
         self._totals = {name: sum(row[2][name] for row in rows) / self._whole for name in parts}
         return [row[1] for row in rows]

@@ -322,7 +322,7 @@ class _MiniBatch(Source):
         self._draws = loss.draws
         if backward:
             self._check = owner.counts.check(self._objective, self.targets, verify)
-        if group is not None and self._objective.adds_up:
+        if group is not None and self._objective.is_sum:
             self._scale = dist.get_world_size(group)
         elif group is not None and self._objective.known is not None:  # by the mean weight
             weights, whole = self._objective.known

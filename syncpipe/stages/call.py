@@ -377,7 +377,7 @@ class Call(MiniBatch):
 
     def bound(self, run: Run, kind: Kind, j: int) -> Run:
         """What performs the actions of a kind on stage ``j``: ``run``, which is given a list of
-        :class:`Parcel`, on the stage's streams, and for the trace."""
+        :class:`Message`, on the stage's streams, and for the trace."""
         lane, recorder, stage = self.lane_of[j], self.recorder, self.pipeline.stages[j].j
         offload = self._offloads.get(j)
         if offload is not None and kind == "forward":
@@ -385,13 +385,13 @@ class Call(MiniBatch):
         if lane.streams is None and recorder is None:
             return run
 
-        def on_streams(i: int, parcels: list[Any]) -> Sequence[Any]:
+        def on_streams(i: int, messages: list[Any]) -> Sequence[Any]:
             with lane.active():
-                for parcel in parcels:
-                    if parcel.event is not None:
-                        lane.receive(parcel.event, tensors_in(parcel.value))
+                for message in messages:
+                    if message.event is not None:
+                        lane.receive(message.event, tensors_in(message.value))
                 with nullcontext() if recorder is None else recorder.span(kind, i, stage):
-                    return run(i, parcels)
+                    return run(i, messages)
 
         return on_streams
 

@@ -1,9 +1,9 @@
 """What is kept of a cell from its forward to its backward, where its graph is cut, and its leaves.
 
-    forward    y of stage j-1 --> Border --> stage j --> y        y travels without a graph
-    backward   gy of stage j-1 <-- Border <-- stage j <-- gy      gradients travel back
+    forward    y of stage j-1 --> GraphCut --> stage j --> y        y travels without a graph
+    backward   gy of stage j-1 <-- GraphCut <-- stage j <-- gy      gradients travel back
 
-A border is the first node of a cell's graph. Its tensors are no leaves, so the cell may write into
+A cut is the first node of a cell's graph. Its tensors are no leaves, so the cell may write into
 them as it may in the plain model, and gradients come out as they are, added to nothing. Of the
 outputs only the ends of the graph are kept, not the tensors, which are the next stage's business.
 
@@ -44,7 +44,7 @@ FOREIGN = (
 )
 
 
-class Border:
+class GraphCut:
     """The inputs of a graph; ``flags`` tell which of their tensors need one of the ``grads``.
 
     It is ``open`` while its own cell goes back: what comes at another time is not from that.
@@ -57,22 +57,22 @@ class Border:
         self._count = sum(flags)
         self.grads: list[Tensor | None] = [None] * self._count
 
-    def cross(self, inputs: Any) -> Any:
+    def enter(self, inputs: Any) -> Any:
         """The inputs, a tree of tensors without a graph, as the begin of one."""
         if not self._count:
             return inputs
         if type(inputs) is tuple and inputs[1:] == ((),) and type(inputs[0]) is Tensor:
-            return _cross(self, ANCHOR, inputs[0])[0], ()  # mostly it is so
-        return map_tensors(self._crossed, inputs)
+            return _enter(self, ANCHOR, inputs[0])[0], ()  # mostly it is so
+        return map_tensors(self._enter_tensors, inputs)
 
-    def _crossed(self, tensors: list[Tensor]) -> list[Tensor]:
+    def _enter_tensors(self, tensors: list[Tensor]) -> list[Tensor]:
         # The anchor is what makes autograd record the node.
         # What is one tensor begins once, as in the plain model, whose order of additions it has.
         flagged = list(compress(tensors, self._flags))
-        crossed = dict(zip(map(id, flagged), _cross(self, ANCHOR, *flagged), strict=True))
-        return [crossed.get(id(tensor), tensor) for tensor in tensors]
+        entered = dict(zip(map(id, flagged), _enter(self, ANCHOR, *flagged), strict=True))
+        return [entered.get(id(tensor), tensor) for tensor in tensors]
 
-    def arrive(self, *grads: Tensor | None) -> tuple[None, ...]:
+    def receive(self, *grads: Tensor | None) -> tuple[None, ...]:
         """The backward of the node: takes the gradients, and hands none on."""
         if not self.open:
             raise RuntimeError(FOREIGN)
@@ -89,14 +89,14 @@ class Cell:
     recomputation: Recomputation | None = None  # then there are no ends yet
     #: On the last stage the loss, until it has gone back; and its gradient.
     root: tuple[GradientEdge, Tensor] | None = None
-    output: Border | None = None  # where the graph of a loss begins, if not in the cell's
-    target: Border | None = None  # of the targets that need a gradient, if any does
+    output_cut: GraphCut | None = None  # where the graph of a loss begins, if not in the cell's
+    target_cut: GraphCut | None = None  # of the targets that need a gradient, if any does
     targets: Sequence[Tensor] = ()
     halves: WeightGradients | None = None  # keeps weight gradients, if the backward is split
 
     def __init__(self, flags: Sequence[Sequence[bool]]) -> None:
         self.flags = flags  # for each incoming edge
-        self.border = Border(flags[0] if len(flags) == 1 else list(chain.from_iterable(flags)))
+        self.cut = GraphCut(flags[0] if len(flags) == 1 else list(chain.from_iterable(flags)))
         #: For each outgoing edge the outputs that need a gradient, as ends of the graph; on the
         #: last stage those that the loss is made of.
         self.ends: list[list[GradientEdge]] = []
@@ -129,13 +129,13 @@ class Cell:
         return ends, there
 
 
-class _Cross(torch.autograd.Function):
-    """``apply(border, anchor, *tensors)``."""
+class _Enter(torch.autograd.Function):
+    """``apply(cut, anchor, *tensors)``."""
 
     @staticmethod
-    def forward(ctx: Any, border: Border, _anchor: Tensor, *tensors: Tensor) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, cut: GraphCut, _anchor: Tensor, *tensors: Tensor) -> tuple[Tensor, ...]:
         ctx.materialize_grads = False
-        ctx.apply = border.arrive  # what the engine calls, without a way through `backward`
+        ctx.apply = cut.receive  # what the engine calls, without a way through `backward`
         if len(tensors) == 1:
             return (tensors[0].detach(),)
         return tuple([tensor.detach() for tensor in tensors])
@@ -143,10 +143,10 @@ class _Cross(torch.autograd.Function):
     backward = None  # type: ignore[assignment]
 
 
-#: The class of the nodes of borders in a graph.
-CROSSING: type[Any] = _Cross._backward_cls
-#: ``_Cross.apply`` without what it does for transforms of functions, under which nothing trains.
-_cross: Any = super(torch.autograd.Function, _Cross).apply
+#: The class of the nodes of cuts in a graph.
+CUT_NODE: type[Any] = _Enter._backward_cls
+#: ``_Enter.apply`` without what it does for transforms of functions, under which nothing trains.
+_enter: Any = super(torch.autograd.Function, _Enter).apply
 #: Never gets a gradient.
 ANCHOR = torch.empty(0, requires_grad=True)
 # All graphs end in its node, and all workers see it. PyTorch makes the Python object of a node when
@@ -184,13 +184,13 @@ def _end(tensor: Tensor) -> GradientEdge:
     return _gradient_edge((node, tensor.output_nr, None))
 
 
-def cut(value: Any) -> tuple[Border, Any]:
+def cut_graph(value: Any) -> tuple[GraphCut, Any]:
     """The tensors of a tree as the begin of a new graph; one that is in it twice begins once."""
     tensors = distinct(value)
-    border = Border([tensor.requires_grad for tensor in tensors], open=True)
-    crossed = border.cross([tensor.detach() for tensor in tensors])
-    begin = {id(tensor): new for tensor, new in zip(tensors, crossed, strict=True)}
-    return border, map_tensors(lambda found: [begin[id(t)] for t in found], value)
+    cut = GraphCut([tensor.requires_grad for tensor in tensors], open=True)
+    entered = cut.enter([tensor.detach() for tensor in tensors])
+    begin = {id(tensor): new for tensor, new in zip(tensors, entered, strict=True)}
+    return cut, map_tensors(lambda found: [begin[id(t)] for t in found], value)
 
 
 class Leaves:
@@ -209,10 +209,10 @@ class Leaves:
         self._nodes: list[set[Any]] = [set() for _ in self._known]
         self.nested = [False for _ in self._known]  # whether layers run a backward in theirs
 
-    def new(self, j: int, nodes: Iterable[Any], *begins: Any) -> list[Tensor]:
+    def unknown_leaves(self, j: int, nodes: Iterable[Any], *begins: Any) -> list[Tensor]:
         """The leaves of a graph of stage ``j`` that are not known.
 
-        It ends in ``nodes``, and begins in leaves and in the borders ``begins``, nowhere else.
+        It ends in ``nodes``, and begins in leaves and in the cuts ``begins``, nowhere else.
         """
         known, nodes_known = self._known[j], self._nodes[j]
         new = []
@@ -223,7 +223,7 @@ class Leaves:
                     nodes_known.add(node)
                 else:
                     new.append(node.variable)
-            elif kind is CROSSING:
+            elif kind is CUT_NODE:
                 if node.apply.__self__ not in begins:
                     raise RuntimeError(FOREIGN)
             elif kind.__name__ == "CheckpointFunctionBackward":  # use_reentrant=True
@@ -296,7 +296,7 @@ class Accumulated(Leaves):
                 else:
                     grad.sub_(before).mul_(here).add_(before)
 
-    def claim(self, j: int, new: list[Tensor]) -> None:
+    def adopt(self, j: int, new: list[Tensor]) -> None:
         """Call before a graph of stage ``j`` with leaves that are new goes back.
 
         It refuses those to whose gradients another worker adds.
@@ -312,7 +312,7 @@ class Accumulated(Leaves):
         self.waits[j] += _without_grad(new)
         self._known[j].update(map(id, new))
 
-    def got(self, j: int) -> None:
+    def own_first_grads(self, j: int) -> None:
         """Call after a backward: copies a first gradient that shares its memory with other tensors.
 
         Autograd does not look behind views: of ``x + p.view(...)`` both gradients are one memory.
@@ -331,15 +331,15 @@ class Accumulated(Leaves):
     def go_back(
         self, j: int, roots: Sequence[Any], grads: Sequence[Tensor], cell: Cell, *begins: Any
     ) -> None:
-        """Backward through a graph of a cell of stage ``j``, from its roots to its border, or to
+        """Backward through a graph of a cell of stage ``j``, from its roots to its cut, or to
         those where it ``begins``."""
-        new = self.new(j, map(_node_of, roots), *(begins or (cell.border,)))
+        new = self.unknown_leaves(j, map(_node_of, roots), *(begins or (cell.cut,)))
         if new:
-            self.claim(j, new)
+            self.adopt(j, new)
         run = go_back if cell.halves is None else cell.halves.go_back
         run(roots, grads)
 
-    def taken(self, j: int, leaves: Sequence[Tensor]) -> list[Tensor | None]:
+    def pop_grads(self, j: int, leaves: Sequence[Tensor]) -> list[Tensor | None]:
         """The gradients of leaves that are copies of others; not there any more."""
         grads = [leaf.grad for leaf in leaves]
         for leaf in leaves:
@@ -351,9 +351,9 @@ class Accumulated(Leaves):
         if there:
             go_back([get_gradient_edge(leaf) for leaf, _ in there], [g for _, g in there])
             there.clear()
-            self.got(j)
+            self.own_first_grads(j)
 
-    def found(self) -> list[Tensor]:
+    def others(self) -> list[Tensor]:
         """The leaves that are no parameters, by stage and in the order in which it found them."""
         known = {id(parameter) for parameters in self.parameters for parameter in parameters}
         owned = [each for each in self._owner.values() if id(each[0]) not in known]

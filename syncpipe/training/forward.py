@@ -34,7 +34,7 @@ from syncpipe.schedules.schedule import Devices
 from syncpipe.schedules.steps import Edge, Steps, forward_steps, training_steps
 from syncpipe.stages.call import Call, needs_graph, plain
 from syncpipe.stages.pipeline import Pipeline
-from syncpipe.training.cell import ANCHOR, Border, Cell, Leaves
+from syncpipe.training.cell import ANCHOR, Cell, GraphCut, Leaves
 from syncpipe.training.sources import Source
 from syncpipe.training.train import TrainingTask, common_of, joined
 
@@ -126,13 +126,13 @@ class Captured(Leaves):
         self._sums: list[dict[int, Tensor]] = []
         self._summed: list[set[int]] = []  # the leaves whose sum was made here: nobody else has it
 
-    def look(self, j: int, outputs: Any, border: Border) -> None:
+    def look(self, j: int, outputs: Any, cut: GraphCut) -> None:
         """Finds the leaves in the graph of a cell of stage ``j``, also those of no module."""
         nodes = []
         for end in tensors_in(outputs):
             if end.requires_grad:
                 nodes.append(end.grad_fn or get_gradient_edge(end).node)  # an end may be a leaf
-        for leaf in self.new(j, nodes, border):
+        for leaf in self.unknown_leaves(j, nodes, cut):
             if leaf._backward_hooks:
                 stage = self._call.pipeline.stages[j]
                 what, way = "is no parameter of its layers", "Make it one"
@@ -283,7 +283,7 @@ class Captured(Leaves):
 
         return undone(run, map(setattr, own, repeat("grad"), before))
 
-    def taken(self, j: int, leaves: Sequence[Tensor]) -> list[Tensor | None]:
+    def pop_grads(self, j: int, leaves: Sequence[Tensor]) -> list[Tensor | None]:
         """As of ``Accumulated``."""
         self._summed[j].difference_update(map(id, leaves))
         return [self._sums[j].pop(id(leaf), None) for leaf in leaves]

@@ -28,7 +28,7 @@ from syncpipe.hints import warn_of_counts
 from syncpipe.runtime.errors import annotate
 from syncpipe.runtime.streams import moved
 from syncpipe.stages.call import Call
-from syncpipe.training.cell import FOREIGN, Cell, cut, detached, ends_of
+from syncpipe.training.cell import FOREIGN, Cell, cut_graph, detached, ends_of
 from syncpipe.training.loss_function import Loss, Returned, Weight, parse
 from syncpipe.training.sources import Source
 
@@ -45,7 +45,7 @@ class Objective:
         loss_fn: what is known of the loss function.
         known: the weights and their sum, where these are known before anything runs; they may be on
             another device than the last stage.
-        adds_up: whether losses are sums over samples, and so is that of several mini-batches.
+        is_sum: whether losses are sums over samples, and so is that of several mini-batches.
         came_with_weights: whether the loss function returned a weight with each loss.
     """
 
@@ -57,7 +57,7 @@ class Objective:
         self.m = m = source.m
         self.call, self.draws = loss_fn.call, loss_fn.draws
         self.sizes, self._several = source.sizes, several
-        self.adds_up = loss_fn.reduction == "sum"
+        self.is_sum = loss_fn.reduction == "sum"
         self.came_with_weights = False
         self._kind: str | None = None  # what loss_fn returns, in words
         self._losses: list[Any] = [None] * m
@@ -70,7 +70,7 @@ class Objective:
             )
         self.known: tuple[list[Weight], Weight] | None = None
         self._divisor: Weight | None = None
-        if self.adds_up:
+        if self.is_sum:
             self.known = [1.0] * m, 1.0
         elif loss_fn.weigh is None:
             self._divisor = loss_fn.total(source.targets, source.total)
@@ -165,7 +165,7 @@ class Objective:
         found: dict[str, Any] = {}
         for name in self._metrics[0]:
             values = [metrics[name] for metrics in self._metrics]
-            if not self.adds_up:
+            if not self.is_sum:
                 warn_of_counts(name, values)
             single = all(
                 v.dim() == 0 and not v.is_complex() if isinstance(v, Tensor)
@@ -178,7 +178,7 @@ class Objective:
     def combined(self, values: list[Any], of: Sequence[int] | None = None) -> Any:
         """One value of those of all micro-batches, or of some, as of their losses."""
         weights = self._weights if of is None else [self._weights[i] for i in of]
-        whole = self.total() if of is None or self.adds_up else sum(weights)
+        whole = self.total() if of is None or self.is_sum else sum(weights)
         parts = [
             self._part(value, weight, whole)
             for value, weight in zip(values, weights, strict=True)
@@ -211,8 +211,8 @@ class Objective:
                 f"loss_fn returned {kind} for micro-batch {i}, and {self._kind} for the first "
                 "one: return the same for each"
             )
-        if weighted and (self.adds_up or self.loss_fn.weigh is not None):
-            given = "losses are sums (loss_reduction='sum')" if self.adds_up else "weight= is given"
+        if weighted and (self.is_sum or self.loss_fn.weigh is not None):
+            given = "losses are sums (loss_reduction='sum')" if self.is_sum else "weight= is given"
             raise ValueError(f"loss_fn returned (loss, weight), but {given}: return the loss alone")
         return returned
 
@@ -306,10 +306,10 @@ class LossHead:
             cell.ends.append(ends)
         else:
             cell.expected += (len(ends),)
-            cell.output, output = cut(output)
+            cell.output_cut, output = cut_graph(output)
         cell.targets = [tensor for tensor in distinct(target) if tensor.requires_grad]
         if cell.targets:
-            cell.target, target = cut(target)
+            cell.target_cut, target = cut_graph(target)
         return output, target
 
     def _loss(self, j: int, i: int, given: tuple[Any, Any]) -> tuple[Tensor, float]:
@@ -317,7 +317,7 @@ class LossHead:
         try:
             if self._keep is not None and j == self._call.pipeline.numbers[-1][0]:
                 self._call.release_to_caller(j, self._keep(i, *given))
-            # No border may notice a backward by the loss. A version may be that of a flat buffer.
+            # No cut may notice a backward by the loss. A version may be that of a flat buffer.
             before = None if (probe := self._probes.get(j)) is None else probe.grad
             if probe is not None:
                 probe.grad = None
@@ -349,8 +349,8 @@ class LossHead:
         """
         if cell.root is not None:
             (root, grad), cell.root = cell.root, None
-            begin = cell.border if cell.output is None else cell.output
+            begin = cell.cut if cell.output_cut is None else cell.output_cut
             if not begin.open:
                 raise RuntimeError(_BACKWARD)
-            self._leaves.go_back(j, [root], [grad], cell, begin, cell.target)
-        return [] if cell.output is None else [cell.output.grads]
+            self._leaves.go_back(j, [root], [grad], cell, begin, cell.target_cut)
+        return [] if cell.output_cut is None else [cell.output_cut.grads]

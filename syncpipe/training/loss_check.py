@@ -179,7 +179,7 @@ class LossCheck:
         self._common_outputs = common  # as in ``gather``
         if objective.came_with_weights and not self._asked:
             return None  # somebody has thought about it
-        counted = objective.adds_up or objective.loss_fn.weigh is not None
+        counted = objective.is_sum or objective.loss_fn.weigh is not None
         if self._by_the_model():
             return None if counted else Finding(_BY_THE_MODEL, True)
         error: Exception | None = None
@@ -301,7 +301,7 @@ class LossCheck:
             f"it is no mean over samples. A mean over what is not masked needs {_WEIGHT}; a sum "
             "over samples needs loss_reduction='sum'"
         )
-        if self.objective.adds_up:
+        if self.objective.is_sum:
             reason = "it is no sum over samples. A mean over them needs loss_reduction='mean'"
         parts = float(self.objective.loss([*self._kept]))
         return (

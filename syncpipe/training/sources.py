@@ -100,11 +100,11 @@ class Source:
         total: the number of samples in all of them, where it is known.
         sizes: in each of them; 0 before one is pulled.
         dimensions: the sizes of all other dimensions of the first one.
-        turns: the lock of those that are lazy; to be taken before the random generators.
+        lock: the lock of those that are lazy; to be taken before the random generators.
     """
 
     lazy = False
-    turns: threading.Lock
+    lock: threading.Lock
 
     def __init__(self, inputs: list[Any], targets: list[Any], sizes: list[int]) -> None:
         self.m, self.sizes, self.dimensions = len(inputs), sizes, set[int]()
@@ -150,7 +150,7 @@ class FromIterator(Source):
     def __init__(self, iterator: Iterator[Any], m: int, where: Any, pack: _Pack) -> None:
         super().__init__([None] * m, [], [0] * m)
         self._iterator, self._where, self._pack = iterator, where, pack
-        self.turns = threading.Lock()  # of the replicas of the first stage
+        self.lock = threading.Lock()  # of the replicas of the first stage
         self._waiting: dict[int, Any] = {}  # what came to light, and was not pulled yet
         self._following = 0
 

@@ -54,7 +54,7 @@ from syncpipe.training.cell import Accumulated
 from syncpipe.training.loss import LossHead, Objective
 from syncpipe.training.loss_function import Loss, known_loss
 from syncpipe.training.sources import FromIterator, Source
-from syncpipe.training.train import Parcel, TrainingTask, check_can_train
+from syncpipe.training.train import Message, TrainingTask, check_can_train
 
 _MANY = 1 << 62  #: more micro-batches than there will ever be
 _END: Any = object()  #: stands for a micro-batch that there is not, and ends the stream
@@ -376,7 +376,7 @@ class _StageWeights:
         """
         if not (self.leaves or others):
             return []
-        there = [self.taken(), *[grads for grads in others if grads is not None]]
+        there = [self.pop_grads(), *[grads for grads in others if grads is not None]]
         means: list[Tensor | None] = []
         for grads in zip(*there, strict=True):
             found = [grad for grad in grads if grad is not None]  # else it is not used there
@@ -386,7 +386,7 @@ class _StageWeights:
         _give(self.parameters, means)
         return made
 
-    def taken(self) -> list[Tensor | None]:
+    def pop_grads(self) -> list[Tensor | None]:
         """The gradients of the version in use, which then has none."""
         if self.leaves and self._marks != list(map(_mark, self._current)):
             raise RuntimeError(
@@ -610,7 +610,7 @@ class _StreamLeaves(Accumulated):
         known = [list(chain.from_iterable(leaves)) for leaves in versions]
         super().__init__(call, known)
 
-    def claim(self, j: int, new: list[Tensor]) -> None:
+    def adopt(self, j: int, new: list[Tensor]) -> None:
         raise RuntimeError(
             f"{described(new[0])}, which requires grad, is used by stage {j} or by loss_fn, "
             "but is none of the parameters that a layer of that stage computes with: no "
@@ -632,20 +632,20 @@ class _StreamTask(TrainingTask):
         if kind in ("reduce", "update"):
             return run
 
-        def forward(i: int, parcels: list[Parcel]) -> Sequence[Parcel]:
+        def forward(i: int, messages: list[Message]) -> Sequence[Message]:
             if self._first[j]:
-                with self._stream.turns:
+                with self._stream.lock:
                     there = undisturbed(partial(self._comes, i))
             else:
-                there = parcels[0].value is not _END
+                there = messages[0].value is not _END
             if not there:
-                return [Parcel(_END)] * len(self._pipeline.outgoing[j])
+                return [Message(_END)] * len(self._pipeline.outgoing[j])
             weights.enter(i)
-            return run(i, parcels)
+            return run(i, messages)
 
-        def with_weights(i: int, parcels: list[Parcel]) -> Sequence[Parcel]:
+        def with_weights(i: int, messages: list[Message]) -> Sequence[Message]:
             weights.use(i)
-            return run(i, parcels)
+            return run(i, messages)
 
         return forward if kind == "forward" else with_weights
 
@@ -653,19 +653,19 @@ class _StreamTask(TrainingTask):
         with self.call.as_caller():
             return self._stream.there(i)
 
-    def _reduce(self, j: int, i: int, parcels: list[Parcel]) -> list[Parcel]:
+    def _reduce(self, j: int, i: int, messages: list[Message]) -> list[Message]:
         """Sends the gradients of a replica to the owner; None where it had no mini-batch."""
-        grads = self._weights[j].taken() if i < self._stream.extent.backwards else None
+        grads = self._weights[j].pop_grads() if i < self._stream.extent.backwards else None
         return [self._to(j, self._pipeline.stages[j].j, grads)]
 
-    def _to(self, j: int, other: int, value: Any) -> Parcel:
-        return Parcel(*sent(self.call.lane_of[j], self.call.lane_of[other], value))
+    def _to(self, j: int, other: int, value: Any) -> Message:
+        return Message(*sent(self.call.lane_of[j], self.call.lane_of[other], value))
 
-    def _update(self, j: int, i: int, parcels: list[Parcel]) -> list[Parcel]:
+    def _update(self, j: int, i: int, messages: list[Message]) -> list[Message]:
         owner, *others = self._pipeline.numbers[self._pipeline.stages[j].j]
         chunks, weights = self._stream.chunks, self._weights[j]
         following = i + len(others) + 1 if others else (i // chunks + 1) * chunks
-        given = [parcel.value for parcel in parcels]
+        given = [message.value for message in messages]
         try:
             if j == owner:
                 lane = self.call.lane_of[j]

@@ -41,7 +41,7 @@ from syncpipe.stages.call import Call, sent
 from syncpipe.stages.inplace import handed_on, own_memory, sent_marks
 from syncpipe.stages.pipeline import Pipeline
 from syncpipe.stages.run import Inputs
-from syncpipe.training.cell import Accumulated, Border, Cell, detached, ends_of
+from syncpipe.training.cell import Accumulated, Cell, GraphCut, detached, ends_of
 from syncpipe.training.loss import LossHead, Objective
 from syncpipe.training.loss_check import LossCounts
 from syncpipe.training.loss_function import known_loss
@@ -52,7 +52,7 @@ from syncpipe.training.weight_gradients import WeightGradients
 Watch = Callable[[Kind, int, Run], Run]
 
 
-class Parcel(NamedTuple):
+class Message(NamedTuple):
     """What travels over an edge: a tree of tensors, or on the way back a list of gradients.
 
     Of each tensor ``marks`` say who else it belongs to (see ``inplace``), and ``flags`` whether it
@@ -65,8 +65,8 @@ class Parcel(NamedTuple):
     flags: Sequence[bool] = ()
 
 
-#: A :class:`Parcel` from a tuple of all that is in it, without a way through Python.
-_parcel: Callable[[tuple[Any, ...]], Parcel] = partial(tuple.__new__, Parcel)
+#: A :class:`Message` from a tuple of all that is in it, without a way through Python.
+_message: Callable[[tuple[Any, ...]], Message] = partial(tuple.__new__, Message)
 _VALUE = itemgetter(0)
 _NEEDS = attrgetter("requires_grad")
 
@@ -132,19 +132,19 @@ class TrainingTask:
 
     # -- forward
 
-    def _forward(self, j: int, i: int, parcels: list[Parcel]) -> list[Parcel]:
+    def _forward(self, j: int, i: int, messages: list[Message]) -> list[Message]:
         call, run = self.call, self.call.runs[j]
         target = None
         marks: Sequence[int] = ()
         if self._first[j]:
             inputs, flags, target = self._pulled(j, i)
-        elif len(parcels) == 1:
-            value, _, marks, only = parcels.pop()
+        elif len(messages) == 1:
+            value, _, marks, only = messages.pop()
             inputs, flags, value = (value, ()), [only], None
         else:
-            inputs, marks, flags = _with_skips(parcels)
+            inputs, marks, flags = _with_skips(messages)
         cell = Cell(flags)
-        given = cell.border.cross(inputs)
+        given = cell.cut.enter(inputs)
         rematerialize = i < call.rematerialized[j]
         if rematerialize:
             outputs, recomputation = run.forward_without_storing(i, given, inputs, marks, target)
@@ -154,7 +154,7 @@ class TrainingTask:
         else:
             outputs = run.forward(i, given, marks, target)
         if self._leaves is not None and self._leaves.looks:  # one micro-batch alone may use a leaf
-            self._leaves.look(j, outputs, cell.border)
+            self._leaves.look(j, outputs, cell.cut)
         lent: Sequence[int] = ()
         if marks or rematerialize or self._first[j]:
             all_lent = rematerialize or self._first[j]
@@ -186,7 +186,7 @@ class TrainingTask:
         """The input of the first stage, its flags, and the target that came with it."""
         source, grad = self._source, self.call.state.grad
         if source.lazy:
-            with source.turns:
+            with source.lock:
                 value = undisturbed(partial(self._taken, i))
             value = self.call.to_stage(value, j, self._ready[i])
         else:
@@ -205,30 +205,30 @@ class TrainingTask:
 
     def _packed(
         self, j: int, i: int, outputs: Inputs, lent: Sequence[int], cell: Cell
-    ) -> list[Parcel]:
+    ) -> list[Message]:
         """The outputs of a cell for the stages that need them, in the order of the edges."""
         output, skips = outputs
         marks: Sequence[Sequence[int]] = ((),)
         if lent or skips or type(output) is not Tensor:
             marks = sent_marks(outputs, lent)
-        parcels: list[Parcel] = []
+        messages: list[Message] = []
         for edge in self._pipeline.outgoing[j]:
             value, k = (output, 0) if edge.skip is None else (skips[edge.skip], 1 + edge.skip)
             value, flags = cell.detached(value)
             event = None
             if not (self.call.quiet and type(value) is Tensor):
                 value, event = self.call.send(edge, i, value)
-            parcels.append(_parcel((value, event, marks[k], flags)))
-        return parcels
+            messages.append(_message((value, event, marks[k], flags)))
+        return messages
 
     # -- backward
 
-    def _recompute(self, j: int, i: int, parcels: list[Parcel]) -> list[Parcel]:
+    def _recompute(self, j: int, i: int, messages: list[Message]) -> list[Message]:
         cell, run = self._cells[j][i], self.call.runs[j]
         recomputation, cell.recomputation = cell.recomputation, None
         if recomputation is None:
             return []
-        given = cell.border.cross(recomputation.inputs)
+        given = cell.cut.enter(recomputation.inputs)
         output, skips = run.recompute(recomputation, given, self.call.moment, keep=self._keep)
         values = [self._head.given(output)] if self._last[j] else []
         for edge in self._pipeline.outgoing[j]:
@@ -244,10 +244,10 @@ class TrainingTask:
             )
         return []
 
-    def _backward(self, j: int, i: int, parcels: list[Parcel]) -> list[Parcel]:
+    def _backward(self, j: int, i: int, messages: list[Message]) -> list[Message]:
         cell, run = self._cells[j].pop(i), self.call.runs[j]
-        grads: list[Any] = list(map(_VALUE, parcels))
-        parcels.clear()
+        grads: list[Any] = list(map(_VALUE, messages))
+        messages.clear()
         go_back = self._go_back
         if (i, j) in self._splits:
             lane = self.call.lane_of[j]
@@ -260,35 +260,35 @@ class TrainingTask:
             else:
                 run.draws.backward(i, go_back, j, i, cell, grads)
             if self._leaves.waits[j]:
-                self._leaves.got(j)
+                self._leaves.own_first_grads(j)
         except BaseException as error:
             annotate(error, f"in backward of {run.words} {i}")
             raise
-        if cell.target is not None:
-            self._targets[j] += zip(cell.targets, self._returned(j, cell.target), strict=True)
-        if self._first[j] and cell.border.grads:
-            self.entered[i] = self._returned(j, cell.border)
-        parts: list[Any] = [cell.border.grads]  # for each incoming edge
+        if cell.target_cut is not None:
+            self._targets[j] += zip(cell.targets, self._returned(j, cell.target_cut), strict=True)
+        if self._first[j] and cell.cut.grads:
+            self.entered[i] = self._returned(j, cell.cut)
+        parts: list[Any] = [cell.cut.grads]  # for each incoming edge
         if len(cell.flags) > 1:
-            following = iter(cell.border.grads)
+            following = iter(cell.cut.grads)
             parts = [list(islice(following, sum(flags))) for flags in cell.flags]
         back = list(zip(self._pipeline.incoming[j], parts, strict=False))
         if self._ties is not None:
-            back += [(e, self._leaves.taken(j, leaves)) for e, leaves in self._ties.senders[j]]
-        made: list[Parcel] = []
+            back += [(e, self._leaves.pop_grads(j, leaves)) for e, leaves in self._ties.senders[j]]
+        made: list[Message] = []
         for edge, part in back:
             event = None
             if not self.call.quiet:
                 part, event = self.call.send(edge, i, part, backward=True)
-            made.append(_parcel((part, event, (), ())))
+            made.append(_message((part, event, (), ())))
         return made
 
     _backward_input = _backward
 
     def _go_back(self, j: int, i: int, cell: Cell, grads: list[Any]) -> None:
         """Backward through the graph of a cell; ``grads``, for each outgoing edge, are let go."""
-        border = cell.border
-        border.open, border.grads = True, [None] * len(border.grads)
+        cut = cell.cut
+        cut.open, cut.grads = True, [None] * len(cut.grads)
         if self._last[j]:
             grads += self._head.go_back(j, i, cell)
         roots, given = cell.roots(grads)
@@ -296,40 +296,40 @@ class TrainingTask:
         if roots:
             self._leaves.go_back(j, roots, given, cell)
 
-    def _backward_weight(self, j: int, i: int, parcels: list[Parcel]) -> list[Parcel]:
+    def _backward_weight(self, j: int, i: int, messages: list[Message]) -> list[Message]:
         halves = self._halves[j].pop(i, None)
         if halves is not None:
             halves.accumulate()
             if self._leaves.waits[j]:
-                self._leaves.got(j)
+                self._leaves.own_first_grads(j)
         return []
 
-    def _reduce(self, j: int, i: int, parcels: list[Parcel]) -> list[Parcel]:
+    def _reduce(self, j: int, i: int, messages: list[Message]) -> list[Message]:
         """Sends the gradients of a replica to the first one, who adds them to its own."""
         replicas, lane_of = self.call.replicas, self.call.lane_of
         assert replicas is not None
         trained = replicas.trained[j]
         if i > 0:
-            grads = self._leaves.taken(j, trained)
-            return [Parcel(*sent(lane_of[j], lane_of[self._pipeline.stages[j].j], grads))]
-        for parcel in parcels:  # replica 1, 2, ...
-            self._leaves.add(j, trained, parcel.value)
+            grads = self._leaves.pop_grads(j, trained)
+            return [Message(*sent(lane_of[j], lane_of[self._pipeline.stages[j].j], grads))]
+        for message in messages:  # replica 1, 2, ...
+            self._leaves.add(j, trained, message.value)
         return []
 
-    def _returned(self, j: int, border: Border) -> list[Tensor | None]:
-        grads = [None if grad is None else compact(grad) for grad in border.grads]
+    def _returned(self, j: int, cut: GraphCut) -> list[Tensor | None]:
+        grads = [None if grad is None else compact(grad) for grad in cut.grads]
         self.call.release_to_caller(j, grads)
         return grads
 
 
-def _with_skips(parcels: list[Parcel]) -> tuple[Inputs, Sequence[int], list[Sequence[bool]]]:
-    value, *skips = [parcel.value for parcel in parcels]
-    flags = [parcel.flags for parcel in parcels]
+def _with_skips(messages: list[Message]) -> tuple[Inputs, Sequence[int], list[Sequence[bool]]]:
+    value, *skips = [message.value for message in messages]
+    flags = [message.flags for message in messages]
     marks: list[int] = []
-    if any(parcel.marks for parcel in parcels):
-        for parcel in parcels:
-            marks += parcel.marks or [0] * len(parcel.flags)
-    parcels.clear()
+    if any(message.marks for message in messages):
+        for message in messages:
+            marks += message.marks or [0] * len(message.flags)
+    messages.clear()
     return (value, tuple(skips)), marks, flags
 
 

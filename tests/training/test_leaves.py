@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from syncpipe import Pipe
 from syncpipe.runtime.graph import nodes_of
-from syncpipe.training.cell import ANCHOR, Border
+from syncpipe.training.cell import ANCHOR, GraphCut
 from tests.support.models import CHECKPOINT_MODES
 from tests.support.running import Do, assert_same, on_gradient
 from tests.support.training import KINDS, RUNS
@@ -69,7 +69,7 @@ def test_workers_walk_graphs_that_end_in_one_node_at_the_same_time():
 
     def walk(_):
         for _ in range(5000):
-            y = Border([True]).cross(torch.ones(1))
+            y = GraphCut([True]).enter(torch.ones(1))
             assert nodes_of([y.grad_fn])[-1].variable is ANCHOR
 
     with ThreadPoolExecutor(4) as threads:
