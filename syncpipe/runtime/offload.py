@@ -33,7 +33,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from syncpipe.data import described, storage_of
 from syncpipe.runtime.recomputation import version_of
-from syncpipe.runtime.streams import Lane
+from syncpipe.runtime.streams import DeviceStreams
 
 #: What is smaller (in bytes) stays: a copy takes longer to start than to run.
 SMALL = 1 << 18
@@ -47,14 +47,14 @@ class Offload:
     """The activations of one stage on the host, in one call.
 
     Args:
-        lane: the stage's.
+        streams: those of the stage.
         out, back: streams for copies to the host, and back.
         own: the parameters and buffers of the stage.
     """
 
-    def __init__(self, lane: Lane, out: Any, back: Any, own: Iterable[Tensor]) -> None:
-        self.device, self.streams = lane.device, lane.streams
-        self.compute, self.out, self.back = lane.compute, out, back
+    def __init__(self, streams: DeviceStreams, out: Any, back: Any, own: Iterable[Tensor]) -> None:
+        self.device, self.backend = streams.device, streams.backend
+        self.compute, self.out, self.back = streams.compute, out, back
         self._own = {storage_of(tensor) for tensor in own}
         self._leaving: deque[tuple[Any, Tensor]] = deque()  # to the host, and still here
         self._copies: dict[int, list[weakref.ref[_Copy]]] = {}  # for each micro-batch, in order
@@ -97,7 +97,7 @@ class Offload:
         )
         if (
             not plain
-            or self.streams.current() != self.compute  # a layer has streams of its own
+            or self.backend.current() != self.compute  # a layer has streams of its own
             or tensor.untyped_storage().nbytes() < SMALL
             or storage_of(tensor) in self._own
         ):
@@ -133,7 +133,7 @@ class Offload:
         """Waits for copies to the host, until so many are under way, and frees what they read."""
         while len(self._leaving) > most:
             copied, memory = self._leaving.popleft()
-            self.streams.wait(self.compute, copied)
+            self.backend.wait(self.compute, copied)
             del memory  # not before
 
     def coming(self, i: int, k: int) -> None:
@@ -164,13 +164,13 @@ class _Copy:
         storage = tensor.untyped_storage()
         # Weakly; and no other storage has its address meanwhile.
         self._source = StorageWeakRef(storage)  # type: ignore[no-untyped-call]
-        streams, out = offload.streams, offload.out
+        backend, out = offload.backend, offload.out
         memory = _bytes_of(storage, offload.device)
         self._host = _on_host(len(memory))
-        streams.wait(out, streams.record(offload.compute))
-        with streams.use(out):
+        backend.wait(out, backend.record(offload.compute))
+        with backend.use(out):
             self._host.copy_(memory, non_blocking=True)
-        offload.leave(streams.record(out), memory)
+        offload.leave(backend.record(out), memory)
 
     def fetch(self) -> None:
         """Starts to bring it back, unless that was done."""
@@ -181,13 +181,13 @@ class _Copy:
         if storage is not None:  # it was never gone
             self._memory = _bytes_of(storage, offload.device)
             return
-        streams, back = offload.streams, offload.back
+        backend, back = offload.backend, offload.back
         memory = torch.empty_like(self._host, device=offload.device)
         # It has waited for the copy to the host, and for all who had this memory before.
-        streams.wait(back, streams.record(offload.compute))
-        with streams.use(back):
+        backend.wait(back, backend.record(offload.compute))
+        with backend.use(back):
             memory.copy_(self._host, non_blocking=True)
-        self._there = streams.record(back)
+        self._there = backend.record(back)
         self._memory = memory
 
     def here(self) -> Tensor:
@@ -197,7 +197,7 @@ class _Copy:
         assert memory is not None
         offload = self._offload
         if there is not None:
-            offload.streams.wait(offload.compute, there)
+            offload.backend.wait(offload.compute, there)
             self._there = None
         offload.coming(self._i, self._k)
         if _graph_stays():
@@ -206,7 +206,7 @@ class _Copy:
 
     def __del__(self) -> None:
         if self._there is not None:  # nobody asked for it: its memory must not be used before
-            self._offload.streams.wait(self._offload.compute, self._there)
+            self._offload.backend.wait(self._offload.compute, self._there)
 
 
 def _unpack(packed: Callable[[], Tensor]) -> Tensor:

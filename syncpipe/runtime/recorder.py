@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from syncpipe.runtime.streams import Lane
+from syncpipe.runtime.streams import DeviceStreams
 from syncpipe.schedules.schedule import Devices, devices_of
 
 _T = TypeVar("_T")
@@ -73,27 +73,27 @@ class Recorder:
         self, records: list[Record], origins: dict[torch.device, Moment], step: int
     ) -> None:
         self._records, self._origins, self.step = records, origins, step
-        self._lanes: list[Lane] = []
+        self._streams: list[DeviceStreams] = []
         self._rows: Devices = ()
 
-    def begin(self, lanes: list[Lane], rows: Devices) -> None:
-        """Call first, on the caller's thread, with the workers' lanes, and the stages' workers."""
-        self._lanes, self._rows = lanes, rows
-        for lane in lanes:
-            if lane.streams is not None and lane.device not in self._origins:
+    def begin(self, worker_streams: list[DeviceStreams], rows: Devices) -> None:
+        """Call first, on the caller's thread, with the workers' streams and the stages' rows."""
+        self._streams, self._rows = worker_streams, rows
+        for streams in worker_streams:
+            if streams.backend is not None and streams.device not in self._origins:
                 # A host that is busy wakes up late; the quickest of some readings tells the time.
-                readings = [_origin(lane) for _ in range(5)]
-                self._origins[lane.device] = min(readings, key=itemgetter(0))[1]
+                readings = [_origin(streams) for _ in range(5)]
+                self._origins[streams.device] = min(readings, key=itemgetter(0))[1]
 
     @contextmanager
     def span(self, kind: str, i: int, j: int) -> Iterator[None]:
         """The context in which stage ``j`` computes something."""
         row = self._row(i, j)
-        lane = self._lanes[row]
-        start, running = self._now(lane, lane.compute), time.thread_time()
+        streams = self._streams[row]
+        start, running = self._now(streams, streams.compute), time.thread_time()
         yield
         host = time.thread_time() - running
-        end = self._now(lane, lane.compute)
+        end = self._now(streams, streams.compute)
         self._records.append(Record(kind, i, j, row, self.step, start, end, host=host))
 
     @contextmanager
@@ -102,12 +102,12 @@ class Recorder:
         if backward:  # along the same edge, the other way
             j, target = target, j
         row = self._row(i, j)
-        source, there = self._lanes[row], self._lanes[self._row(i, target)]
-        if source.streams is not None:  # it cannot begin before what it sends is there
-            source.streams.wait(source.outbound, source.streams.record(source.compute))
+        source, there = self._streams[row], self._streams[self._row(i, target)]
+        if source.backend is not None:  # it cannot begin before what it sends is there
+            source.backend.wait(source.outbound, source.backend.record(source.compute))
         start = self._now(source, source.outbound)
         yield
-        if there.streams is None:
+        if there.backend is None:
             end = self._now(source, source.outbound)
         else:
             end = self._now(there, there.inbound)
@@ -118,17 +118,17 @@ class Recorder:
         rows = devices_of(self._rows, j)
         return rows[i % len(rows)]
 
-    def _now(self, lane: Lane, stream: Any) -> Moment:
-        if lane.streams is None:
+    def _now(self, streams: DeviceStreams, stream: Any) -> Moment:
+        if streams.backend is None:
             return Moment(time.perf_counter())
-        origin = self._origins[lane.device]
-        return Moment(origin.host, lane.streams.stamp(stream), origin.event)
+        origin = self._origins[streams.device]
+        return Moment(origin.host, streams.backend.stamp(stream), origin.event)
 
 
-def _origin(lane: Lane) -> tuple[float, Moment]:
+def _origin(streams: DeviceStreams) -> tuple[float, Moment]:
     """An event with the host's time, and by how much that may be wrong."""
     begin = time.perf_counter()
-    event = lane.streams.stamp(lane.compute)
+    event = streams.backend.stamp(streams.compute)
     event.synchronize()
     end = time.perf_counter()
     return end - begin, Moment(end, event)

@@ -2,8 +2,7 @@
 
 A worker on an accelerator has three streams: ``compute`` (the device's current stream at the time
 of the call), and ``outbound`` and ``inbound`` for copies to and from other devices, so that a copy
-overlaps with computation. A CPU worker has none; its :class:`Lane` says so with ``streams=None``
-and nothing below is ever called for it.
+overlaps with computation. A CPU worker has none: its :class:`DeviceStreams` has no ``backend``.
 
     device a   compute   | stage (i,a) |e stage (i+1,a) |
                outbound                 |w copy |                 e: event, w: waits for it
@@ -100,63 +99,63 @@ class AcceleratorStreams:
 
 
 @dataclass(slots=True)
-class Lane:
+class DeviceStreams:
     """A worker as one call sees it: its device, and its streams where it has any."""
 
     device: torch.device
-    streams: Any = None  # as AcceleratorStreams
+    backend: Any = None  # as AcceleratorStreams
     compute: Any = None
     outbound: Any = None
     inbound: Any = None
 
     def active(self) -> AbstractContextManager[Any]:
         """The context in which the stages of this worker run."""
-        return nullcontext() if self.streams is None else self.streams.use(self.compute)
+        return nullcontext() if self.backend is None else self.backend.use(self.compute)
 
-    def wait_for(self, other: Lane) -> None:
-        """Lets this lane's work wait for everything that ``other`` has been given so far.
+    def wait_for(self, other: DeviceStreams) -> None:
+        """Lets this work wait for everything that ``other`` was given so far.
 
         Copies that ``other`` sends count: they may still be reading what it was given.
         """
-        if self.streams is None or other.streams is None:
+        if self.backend is None or other.backend is None:
             return
         for stream in (other.compute, other.outbound):
             if stream is not None and self.compute != stream:
-                self.streams.wait(self.compute, other.streams.record(stream))
+                self.backend.wait(self.compute, other.backend.record(stream))
 
-    def record_on_stream(self, tensors: Sequence[Tensor], other: Lane) -> None:
-        """Keeps the memory of tensors that ``other`` made until this lane is done with it."""
-        if self.streams is not None and self.compute != other.compute:
+    def record_on_stream(self, tensors: Sequence[Tensor], other: DeviceStreams) -> None:
+        """Keeps the memory of tensors that ``other`` made until these streams are done with it."""
+        if self.backend is not None and self.compute != other.compute:
             for tensor in tensors:
-                self.streams.keep(tensor, self.compute)
+                self.backend.keep(tensor, self.compute)
 
     def receive(self, event: Any, tensors: Sequence[Tensor]) -> None:
-        """Lets this lane wait for what another one sent (None: nothing to wait for)."""
-        if self.streams is None or event is None:
+        """Lets these streams wait for what another one sent (None: nothing to wait for)."""
+        if self.backend is None or event is None:
             return
-        self.streams.wait(self.compute, event)
+        self.backend.wait(self.compute, event)
         for tensor in tensors:
-            self.streams.keep(tensor, self.compute)
+            self.backend.keep(tensor, self.compute)
 
     def send(
-        self, tensors: Sequence[Tensor], to: Lane, after: Any = None
+        self, tensors: Sequence[Tensor], to: DeviceStreams, after: Any = None
     ) -> tuple[list[Tensor], Any]:
-        """Sends tensors to another lane: they on its device, and an event for :meth:`receive`.
+        """Sends tensors; returns them on the device of ``to``, and an event for :meth:`receive`.
 
-        ``after`` is the event that says when they are here; None if this lane computed them.
+        ``after`` is the event that says when they are here; None if these streams computed them.
         """
         if same_memory(self.device, to.device):
-            event = None if self.streams is None else self.streams.record(self.compute)
+            event = None if self.backend is None else self.backend.record(self.compute)
             return list(tensors), event
         with ExitStack() as stack:
-            if self.streams is not None:
-                ready = self.streams.record(self.compute) if after is None else after
-                self.streams.wait(self.outbound, ready)
-                stack.enter_context(self.streams.use(self.outbound))
-            if to.streams is not None:
-                stack.enter_context(to.streams.use(to.inbound))
+            if self.backend is not None:
+                ready = self.backend.record(self.compute) if after is None else after
+                self.backend.wait(self.outbound, ready)
+                stack.enter_context(self.backend.use(self.outbound))
+            if to.backend is not None:
+                stack.enter_context(to.backend.use(to.inbound))
             copies = [moved(tensor, to.device) for tensor in tensors]
-            if self.streams is not None:
+            if self.backend is not None:
                 for tensor in tensors:
-                    self.streams.keep(tensor, self.outbound)
-            return copies, None if to.streams is None else to.streams.record(to.inbound)
+                    self.backend.keep(tensor, self.outbound)
+            return copies, None if to.backend is None else to.backend.record(to.inbound)

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from syncpipe.runtime.streams import AcceleratorStreams, Lane, checked_device
+from syncpipe.runtime.streams import AcceleratorStreams, DeviceStreams, checked_device
 
 #: Whether this is a free-threaded build of CPython. There an object belongs to the thread that made
 #: it, and what other threads let go of dies when that one next runs Python. A thread that sleeps
@@ -54,33 +54,33 @@ class Worker:
         worker._private = False
         return worker
 
-    def lane(self) -> Lane:
+    def lane(self) -> DeviceStreams:
         """Return this worker's device and streams for one call; call it on the caller's thread."""
         if self._made is None:
-            streams = self._given
-            if streams is None and self.device.type not in ("cpu", "meta"):
-                streams = AcceleratorStreams(self.device)
-            if streams is None:
+            backend = self._given
+            if backend is None and self.device.type not in ("cpu", "meta"):
+                backend = AcceleratorStreams(self.device)
+            if backend is None:
                 self._made = (None, None, None, None)
             else:
-                compute = streams.new() if self._private else None
-                self._made = (streams, compute, streams.new(), streams.new())
-        streams, compute, outbound, inbound = self._made
-        if streams is not None and compute is None:
-            compute = streams.current()
-        return Lane(self.device, streams, compute, outbound, inbound)
+                compute = backend.new() if self._private else None
+                self._made = (backend, compute, backend.new(), backend.new())
+        backend, compute, outbound, inbound = self._made
+        if backend is not None and compute is None:
+            compute = backend.current()
+        return DeviceStreams(self.device, backend, compute, outbound, inbound)
 
     def host_streams(self) -> tuple[Any, Any]:
         """Return two streams for copies to the host and back."""
         if self._host is None:
-            streams = self.lane().streams
-            self._host = (streams.new(), streams.new())
+            backend = self.lane().backend
+            self._host = (backend.new(), backend.new())
         return self._host
 
-    def caller_lane(self) -> Lane:
+    def caller_lane(self) -> DeviceStreams:
         """Return the stream on which the caller of the pipe works on this worker's device."""
-        streams = self.lane().streams
-        return Lane(self.device, streams, None if streams is None else streams.current())
+        backend = self.lane().backend
+        return DeviceStreams(self.device, backend, None if backend is None else backend.current())
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_made": None, "_host": None}

@@ -29,7 +29,7 @@ from syncpipe.runtime.offload import Offload
 from syncpipe.runtime.random_numbers import draw_seed, let_modules_hold, outside_of_turn
 from syncpipe.runtime.recomputation import is_checkpointing, is_recomputing
 from syncpipe.runtime.recorder import Recorder
-from syncpipe.runtime.streams import AcceleratorStreams, Lane, accelerators, same_memory
+from syncpipe.runtime.streams import AcceleratorStreams, DeviceStreams, accelerators, same_memory
 from syncpipe.runtime.thread_state import CallerState, process_settled, settled
 from syncpipe.schedules.schedule import Kind
 from syncpipe.schedules.steps import Edge, Steps
@@ -49,7 +49,7 @@ from syncpipe.stages.sharing import (
 class EntryEvent(NamedTuple):
     """Tells when tensors from outside of the pipeline are there."""
 
-    lane: Lane  #: the stream on which they were made
+    streams: DeviceStreams  #: the stream on which they were made
     event: Any  #: None: to be recorded on that stream when it is needed
 
 
@@ -224,9 +224,9 @@ class Call(MiniBatch):
     gradients are captured, and given back by a node of the caller's.
 
     Attributes:
-        lanes: for each worker its device and streams.
-        lane_of: for each stage that of its worker.
-        caller_of: for each that on which the caller works on its device.
+        worker_streams: for each worker its device and streams.
+        streams_of: for each stage those of its worker.
+        caller_streams_of: for each those on which the caller works on its device.
         instead: for each, by the identity of a tensor of its modules, what stands for it.
         originals: by the identity of each of these leaves what it stands for: other threads may
             see the leaf in the module.
@@ -249,23 +249,23 @@ class Call(MiniBatch):
         super().__init__(pipeline, m, checkpoint=checkpoint, inline=inline)
         check_collectives(pipeline, grad=self.state.grad, inline=inline)
         self.moment: object = None
-        self.lanes = [worker.lane() for worker in pipeline.workers]
-        self._callers = [worker.caller_lane() for worker in pipeline.workers]
-        self.lane_of = [self.lanes[w] for w in pipeline.worker_of]
-        self.caller_of = [self._callers[w] for w in pipeline.worker_of]
+        self.worker_streams = [worker.lane() for worker in pipeline.workers]
+        self._caller_streams = [worker.caller_lane() for worker in pipeline.workers]
+        self.streams_of = [self.worker_streams[w] for w in pipeline.worker_of]
+        self.caller_streams_of = [self._caller_streams[w] for w in pipeline.worker_of]
         self._offloads = {
             j: self._offload(j)
             for j, mode in enumerate(self.modes)
-            if mode == "offload" and self.lane_of[j].streams is not None  # else they are there
+            if mode == "offload" and self.streams_of[j].backend is not None  # else they are there
         }
         self.quiet = recorder is None and all(
-            lane.streams is None and same_memory(lane.device, self.lanes[0].device)
-            for lane in self.lanes
+            streams.backend is None and same_memory(streams.device, self.worker_streams[0].device)
+            for streams in self.worker_streams
         )
-        self._entry_events = _entry_events(self._callers)
+        self._entry_events = _entry_events(self._caller_streams)
         self.recorder = recorder
         if recorder is not None:
-            recorder.begin(self.lanes, pipeline.placement)
+            recorder.begin(self.worker_streams, pipeline.placement)
         self.instead: list[dict[int, Tensor]] = [{} for _ in pipeline.stages]
         self.originals: dict[int, Tensor] = {}
         if graph and self.state.grad:
@@ -305,14 +305,14 @@ class Call(MiniBatch):
             return True
         return worker_of[j] != worker_of[n - 1] and not (graph or self.inline)
 
-    def _along(self, j: int) -> list[Lane]:
-        """For micro-batches in turn the lane on which each passes stage ``j``."""
-        lanes = [self.lane_of[number] for number in self.pipeline.numbers[j]]
-        return lanes * (self._round // len(lanes))
+    def _along(self, j: int) -> list[DeviceStreams]:
+        """For micro-batches in turn the streams on which each passes stage ``j``."""
+        passed = [self.streams_of[number] for number in self.pipeline.numbers[j]]
+        return passed * (self._round // len(passed))
 
     def _wait_for_caller(self) -> None:
-        for lane, caller in zip(self.lanes, self._callers, strict=True):
-            lane.wait_for(caller)
+        for streams, caller in zip(self.worker_streams, self._caller_streams, strict=True):
+            streams.wait_for(caller)
 
     def _stand_in_for_hooked(self) -> None:
         """Lets leaves of the same memory stand for tensors that have hooks, or a graph: these are
@@ -372,24 +372,24 @@ class Call(MiniBatch):
             self.state.leave_devices()
             for offload in self._offloads.values():
                 offload.let_go()
-            for lane, caller in zip(self.lanes, self._callers, strict=True):
-                caller.wait_for(lane)
+            for streams, caller in zip(self.worker_streams, self._caller_streams, strict=True):
+                caller.wait_for(streams)
 
     def bound(self, run: Run, kind: Kind, j: int) -> Run:
         """What performs the actions of a kind on stage ``j``: ``run``, which is given a list of
         :class:`Message`, on the stage's streams, and for the trace."""
-        lane, recorder, stage = self.lane_of[j], self.recorder, self.pipeline.stages[j].j
+        streams, recorder, stage = self.streams_of[j], self.recorder, self.pipeline.stages[j].j
         offload = self._offloads.get(j)
         if offload is not None and kind == "forward":
             run = offload.around(run)
-        if lane.streams is None and recorder is None:
+        if streams.backend is None and recorder is None:
             return run
 
         def on_streams(i: int, messages: list[Any]) -> Sequence[Any]:
-            with lane.active():
+            with streams.active():
                 for message in messages:
                     if message.event is not None:
-                        lane.receive(message.event, tensors_in(message.value))
+                        streams.receive(message.event, tensors_in(message.value))
                 with nullcontext() if recorder is None else recorder.span(kind, i, stage):
                     return run(i, messages)
 
@@ -400,7 +400,7 @@ class Call(MiniBatch):
         worker = self.pipeline.workers[self.pipeline.worker_of[j]]
         partition = self.pipeline.stages[j].partition
         own = chain(partition.parameters(), partition.buffers())
-        return Offload(self.lane_of[j], *worker.host_streams(), own)
+        return Offload(self.streams_of[j], *worker.host_streams(), own)
 
     def send(self, edge: Edge, i: int, value: Any, *, backward: bool = False) -> tuple[Any, Any]:
         """Sends the value of a micro-batch over an edge (or back); for the worker at its near end.
@@ -443,10 +443,10 @@ class Call(MiniBatch):
         """When tensors are there that the calling thread has just made or been given."""
         found = {}
         for device in {tensor.device for tensor in tensors_in(tree)} & self._entry_events.keys():
-            streams = self._entry_events[device].lane.streams
-            stream = streams.current()
+            backend = self._entry_events[device].streams.backend
+            stream = backend.current()
             found[device] = EntryEvent(
-                Lane(device, streams, stream, stream), streams.record(stream)
+                DeviceStreams(device, backend, stream, stream), backend.record(stream)
             )
         return found
 
@@ -455,37 +455,39 @@ class Call(MiniBatch):
     ) -> Any:
         """What came from outside of the pipeline, where stage ``j`` is; for its worker to call.
         ``after`` says when it is there, if it did not come with the call."""
-        lane, after = self.lane_of[j], self._entry_events if after is None else after
-        return map_tensors(lambda tensors: [self._brought(t, lane, after) for t in tensors], tree)
+        streams, after = self.streams_of[j], self._entry_events if after is None else after
+        return map_tensors(
+            lambda tensors: [self._brought(t, streams, after) for t in tensors], tree
+        )
 
     def _brought(
-        self, tensor: Tensor, lane: Lane, after: Mapping[torch.device, EntryEvent]
+        self, tensor: Tensor, streams: DeviceStreams, after: Mapping[torch.device, EntryEvent]
     ) -> Tensor:
         found = after.get(tensor.device)
-        if same_memory(tensor.device, lane.device):
+        if same_memory(tensor.device, streams.device):
             if found is not None:
-                lane.receive(found.event, [tensor])
+                streams.receive(found.event, [tensor])
             return tensor
-        there, event = found or (Lane(tensor.device), None)
-        here = [other for other in self.lanes if same_memory(other.device, tensor.device)]
+        there, event = found or (DeviceStreams(tensor.device), None)
+        here = [other for other in self.worker_streams if same_memory(other.device, tensor.device)]
         # Where there is no worker, the stream on which it was made copies it.
-        copies, event = (here[0] if here else there).send([tensor], lane, event)
-        lane.receive(event, copies)
+        copies, event = (here[0] if here else there).send([tensor], streams, event)
+        streams.receive(event, copies)
         return copies[0]
 
     def as_caller(self) -> AbstractContextManager[Any]:
         """The context for what works on the caller's streams; without it a worker's thread would
         use the default stream of every device but its own."""
         stack = ExitStack()
-        for caller in reversed(self._callers):  # the first one's device becomes current
+        for caller in reversed(self._caller_streams):  # the first one's device becomes current
             stack.enter_context(caller.active())
         return stack
 
     def release_to_caller(self, j: int, tree: Any) -> None:
         """Tells that the caller goes on with what stage ``j`` computed."""
-        lane = self.lane_of[j]
-        if lane.streams is not None:
-            self.caller_of[j].record_on_stream(tensors_in(tree), lane)
+        streams = self.streams_of[j]
+        if streams.backend is not None:
+            self.caller_streams_of[j].record_on_stream(tensors_in(tree), streams)
 
     def collected(self, values: list[Any]) -> list[Any]:
         """What the last stage gave for each micro-batch, trees on the devices of its replicas: for
@@ -494,24 +496,24 @@ class Call(MiniBatch):
         if len(numbers) == 1:
             self.release_to_caller(numbers[0], values)
             return values
-        target, found = self.lane_of[results], []
+        target, found = self.streams_of[results], []
         for i, value in enumerate(values):
             j = numbers[i % len(numbers)]
-            source = self.lane_of[j]
+            source = self.streams_of[j]
             if not same_memory(source.device, target.device):
                 value, event = sent(source, target, value)
                 target.receive(event, tensors_in(value))
-                self.caller_of[j].wait_for(source)  # it may be what the caller gave
+                self.caller_streams_of[j].wait_for(source)  # it may be what the caller gave
                 j = results
             self.release_to_caller(j, value)
             found.append(value)
-        self.caller_of[results].wait_for(target)
+        self.caller_streams_of[results].wait_for(target)
         return found
 
 
-def sent(source: Lane, target: Lane, value: Any) -> tuple[Any, Any]:
-    """Sends a tree without a graph to another lane: it on that device, and when it is there."""
-    if source.streams is None and same_memory(source.device, target.device):
+def sent(source: DeviceStreams, target: DeviceStreams, value: Any) -> tuple[Any, Any]:
+    """Sends a tree without a graph to other streams: it on that device, and when it is there."""
+    if source.backend is None and same_memory(source.device, target.device):
         return value, None
     events: list[Any] = []
 
@@ -545,19 +547,19 @@ def needs_graph() -> bool:
 _accelerators = lru_cache(maxsize=1)(accelerators)
 
 
-def _entry_events(callers: Sequence[Lane]) -> dict[torch.device, EntryEvent]:
+def _entry_events(callers: Sequence[DeviceStreams]) -> dict[torch.device, EntryEvent]:
     """When the tensors that come with a call are there; on devices without a worker, too."""
     found = {
-        lane.device: EntryEvent(lane, lane.streams.record(lane.compute))
-        for lane in callers
-        if lane.streams is not None
+        streams.device: EntryEvent(streams, streams.backend.record(streams.compute))
+        for streams in callers
+        if streams.backend is not None
     }
     kinds = {device.type for device in found}
     # A process that only has CPU workers must not ask: that would keep its children off the GPUs.
     for device in _accelerators() if kinds else ():
         if device.type in kinds and device not in found:
             # No event: to record one where there is nothing would initialize the device.
-            streams = AcceleratorStreams(device)
-            stream = streams.current()
-            found[device] = EntryEvent(Lane(device, streams, stream, stream), None)
+            backend = AcceleratorStreams(device)
+            stream = backend.current()
+            found[device] = EntryEvent(DeviceStreams(device, backend, stream, stream), None)
     return found

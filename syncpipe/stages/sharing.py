@@ -45,7 +45,7 @@ from syncpipe.layers.batchnorm import ORIGINAL, DeferredBatchNorm
 from syncpipe.layers.ties import Tie, check_modes, find_ties, move_layers
 from syncpipe.runtime.interrupts import Swap, forkable
 from syncpipe.runtime.recomputation import version_of
-from syncpipe.runtime.streams import Lane, same_memory
+from syncpipe.runtime.streams import DeviceStreams, same_memory
 from syncpipe.runtime.worker import Worker
 from syncpipe.schedules.steps import Edge
 from syncpipe.stages.run import StageRun
@@ -204,17 +204,17 @@ class _Leaves:
     def __init__(self) -> None:
         self.made: dict[tuple[int, torch.device], _Copy] = {}
 
-    def leaf(self, tensor: Tensor, owner: Lane, lane: Lane) -> Tensor:
-        """A leaf with the values of a parameter or buffer of ``owner``'s device, for ``lane``."""
+    def leaf(self, tensor: Tensor, owner: DeviceStreams, streams: DeviceStreams) -> Tensor:
+        """A leaf with the values of a tensor of ``owner``'s device, for use on ``streams``."""
         with torch.inference_mode(False), torch.no_grad():
             value = tensor
-            if not same_memory(owner.device, lane.device):
-                key = (id(tensor), lane.device)
+            if not same_memory(owner.device, streams.device):
+                key = (id(tensor), streams.device)
                 if key not in self.made:
-                    (copy,), event = owner.send([tensor.detach()], lane)
+                    (copy,), event = owner.send([tensor.detach()], streams)
                     self.made[key] = _Copy(tensor, copy, event, version_of(copy))
                 value = self.made[key].copy
-                lane.receive(self.made[key].event, [value])
+                streams.receive(self.made[key].event, [value])
             return substitute(tensor, value)
 
 
@@ -264,7 +264,7 @@ class SharedTensors:
 
 
 class CallTies:
-    """The tied tensors of one call, whose lanes wait for the caller already; to be made on the
+    """The tied tensors of one call, whose streams wait for the caller already; to be made on the
     caller's thread. Fills ``instead`` and ``originals`` of the call.
 
     Attributes:
@@ -276,24 +276,26 @@ class CallTies:
     """
 
     def __init__(self, call: Any, ties: Sequence[Tie], *, in_order: bool) -> None:
-        lanes, grad, instead = call.lane_of, call.state.grad, call.instead
+        streams_of, grad, instead = call.streams_of, call.state.grad, call.instead
         # One worker alone goes forward in the plain model's order: what is written into a tied
         # tensor is then seen as there.
-        alone = all(lane is lanes[0] for lane in lanes)
+        alone = all(each is streams_of[0] for each in streams_of)
         self._in_order = alone and (in_order or not grad)
         if not self._in_order:
             check_modes(ties)
         self._ties = ties
         self._versions = [version_of(tie.tensor) for tie in ties]
         self._leaves = _Leaves()
-        self.leaves: list[list[Tensor]] = [[] for _ in lanes]
+        self.leaves: list[list[Tensor]] = [[] for _ in streams_of]
         hops: dict[tuple[int, int], list[Tensor]] = {}
         for tie in ties:
             trained = grad and tie.tensor.requires_grad
             for j in tie.stages[1:]:
-                owner, lane = lanes[tie.stages[0]], lanes[j]
-                if trained or not same_memory(owner.device, lane.device):
-                    leaf = instead[j][id(tie.tensor)] = self._leaves.leaf(tie.tensor, owner, lane)
+                owner, streams = streams_of[tie.stages[0]], streams_of[j]
+                if trained or not same_memory(owner.device, streams.device):
+                    leaf = instead[j][id(tie.tensor)] = self._leaves.leaf(
+                        tie.tensor, owner, streams
+                    )
                     call.originals[id(leaf)] = tie.tensor
                     self.leaves[j] += [leaf] if trained else []
             for source, target in pairwise(tie.stages if trained else ()):
@@ -302,8 +304,8 @@ class CallTies:
         self.edges = tuple(
             [Edge(number + k, source, j, None) for k, (j, source) in enumerate(hops)]
         )
-        self.receivers: list[list[list[Tensor]]] = [[] for _ in lanes]
-        self.senders: list[list[tuple[Edge, list[Tensor]]]] = [[] for _ in lanes]
+        self.receivers: list[list[list[Tensor]]] = [[] for _ in streams_of]
+        self.senders: list[list[tuple[Edge, list[Tensor]]]] = [[] for _ in streams_of]
         for edge in self.edges:
             tensors = hops[edge.target, edge.source]
             here, there = instead[edge.source], instead[edge.target]
@@ -345,12 +347,14 @@ class Replica:
         """The partition with tensors of its own."""
         return self._copy.partition
 
-    def follow(self, tensors: Sequence[Tensor], owner: Lane, lane: Lane) -> None:
+    def follow(
+        self, tensors: Sequence[Tensor], owner: DeviceStreams, streams: DeviceStreams
+    ) -> None:
         """Makes it what the partition is now, whose parameters and buffers these are."""
         with self._lock:  # several threads may call the pipe
             made, leaves = _Leaves(), {}
             for tensor in tensors:
-                leaf = made.leaf(tensor, owner, lane)
+                leaf = made.leaf(tensor, owner, streams)
                 _, last = self._leaves.get(id(tensor), (tensor, leaf))
                 if (last.shape, last.dtype) == (leaf.shape, leaf.dtype):
                     if place_of(last) != place_of(leaf):
@@ -381,7 +385,7 @@ class CallReplicas:
     """
 
     def __init__(self, call: Any) -> None:
-        pipeline, runs, lanes = call.pipeline, call.runs, call.lane_of
+        pipeline, runs, streams_of = call.pipeline, call.runs, call.streams_of
         self._owners = [runs[those[0]] for those in pipeline.numbers if len(those) > 1]
         self.trained: dict[int, list[Tensor]] = {}
         self._before: list[tuple[Stage, nn.Module, str, Tensor, int]] = []
@@ -396,7 +400,7 @@ class CallReplicas:
             trained = [t for t in tensors if call.state.grad and t.requires_grad]
             self.trained[j] = [call.instead[j].get(id(t), t) for t in trained]
             for k, (number, replica) in enumerate(zip(others, replicas, strict=True), 1):
-                replica.follow(tensors, lanes[j], lanes[number])
+                replica.follow(tensors, streams_of[j], streams_of[number])
                 own = self.trained[number] = list(map(replica.of, trained))
                 call.originals.update(zip(map(id, own), trained, strict=True))
                 if k < runs[j].m:  # else it has no micro-batch in this call

@@ -257,18 +257,18 @@ class Captured(Leaves):
 
     def go_back(self, j: int, roots: Sequence[Any], grads: Sequence[Tensor], cell: Cell) -> None:
         """As of ``Accumulated``."""
-        own, lane = self._own[j], self._call.lane_of[j]
+        own, streams = self._own[j], self._call.streams_of[j]
         found: Sequence[Tensor | None]
         if self.nested[j]:
             found = self._accumulated(own, roots, grads)
         else:
             found = captured(roots, grads, (*own, ANCHOR), keep=self._keep)[:-1]
-        if lane.streams is not None:
+        if streams.backend is not None:
             # The engine adds up what a leaf gets in one cell on the stream on which the leaf came
             # into a graph first: the caller's, or another worker's. Their memory is that stream's.
             for grad in found:
                 if grad is not None:
-                    lane.streams.keep(grad, lane.compute)
+                    streams.backend.keep(grad, streams.compute)
         self.add(j, own, found)
 
     def _accumulated(self, own: Sequence[Tensor], roots: Any, grads: Any) -> list[Tensor | None]:

@@ -659,7 +659,7 @@ class _StreamTask(TrainingTask):
         return [self._to(j, self._pipeline.stages[j].j, grads)]
 
     def _to(self, j: int, other: int, value: Any) -> Message:
-        return Message(*sent(self.call.lane_of[j], self.call.lane_of[other], value))
+        return Message(*sent(self.call.streams_of[j], self.call.streams_of[other], value))
 
     def _update(self, j: int, i: int, messages: list[Message]) -> list[Message]:
         owner, *others = self._pipeline.numbers[self._pipeline.stages[j].j]
@@ -668,8 +668,8 @@ class _StreamTask(TrainingTask):
         given = [message.value for message in messages]
         try:
             if j == owner:
-                lane = self.call.lane_of[j]
-                lane.wait_for(lane)  # until the weights have left for other replicas
+                streams = self.call.streams_of[j]
+                streams.wait_for(streams)  # until the weights have left for other replicas
                 self.call.release_to_caller(j, weights.gradients(following, given))
                 weights.update()
             else:

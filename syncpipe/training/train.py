@@ -250,8 +250,8 @@ class TrainingTask:
         messages.clear()
         go_back = self._go_back
         if (i, j) in self._splits:
-            lane = self.call.lane_of[j]
-            cell.halves = self._halves[j][i] = WeightGradients(lane, self._ordinary[j])
+            streams = self.call.streams_of[j]
+            cell.halves = self._halves[j][i] = WeightGradients(streams, self._ordinary[j])
         if profiler._is_profiler_enabled:
             go_back = partial(as_range, f"syncpipe backward stage {j} micro-batch {i}", go_back)
         try:
@@ -306,12 +306,12 @@ class TrainingTask:
 
     def _reduce(self, j: int, i: int, messages: list[Message]) -> list[Message]:
         """Sends the gradients of a replica to the first one, who adds them to its own."""
-        replicas, lane_of = self.call.replicas, self.call.lane_of
+        replicas, streams_of = self.call.replicas, self.call.streams_of
         assert replicas is not None
         trained = replicas.trained[j]
         if i > 0:
-            grads = self._leaves.pop_grads(j, trained)
-            return [Message(*sent(lane_of[j], lane_of[self._pipeline.stages[j].j], grads))]
+            grads = self._leaves.taken(j, trained)
+            return [Message(*sent(streams_of[j], streams_of[self._pipeline.stages[j].j], grads))]
         for message in messages:  # replica 1, 2, ...
             self._leaves.add(j, trained, message.value)
         return []
@@ -504,7 +504,7 @@ def _results(call: Call, head: LossHead, objective: Objective | None, source: So
         loss = metrics = None
         if objective is not None:
             if len(pipeline.numbers[-1]) > 1:
-                objective.bring(call.lane_of[pipeline.results].device)
+                objective.bring(call.streams_of[pipeline.results].device)
             loss, metrics = objective.loss(), objective.metrics()
         outputs = head.outputs
         if outputs is not None:

@@ -28,7 +28,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from syncpipe.runtime import offload
 from syncpipe.runtime.graph import AccumulateGrad, go_back, nodes_of
-from syncpipe.runtime.streams import Lane
+from syncpipe.runtime.streams import DeviceStreams
 
 #: A node whose weight half is put off, its product and settings, its paths to the two leaves.
 _Node = tuple[Any, Any, Any, Sequence[Any], Sequence[Any]]
@@ -43,8 +43,10 @@ class WeightGradients:
     :meth:`_is_ordinary` says, is shared by the cells of one stage in one call.
     """
 
-    def __init__(self, lane: Lane | None = None, ordinary: dict[int, bool] | None = None) -> None:
-        self._lane = lane
+    def __init__(
+        self, streams: DeviceStreams | None = None, ordinary: dict[int, bool] | None = None
+    ) -> None:
+        self._streams = streams
         self._ordinary: dict[int, bool] = {} if ordinary is None else ordinary
         #: What is put aside: adds to gradients.
         self.halves: deque[Callable[[], None]] = deque()
@@ -126,12 +128,12 @@ class WeightGradients:
         if not self._nodes or (gy := grads[0]) is None:
             return
         node, product, settings, weights, biases = self._nodes[k]
-        x, lane = getattr(node, product.factor).detach(), self._lane
+        x, streams = getattr(node, product.factor).detach(), self._streams
         event = None
-        if lane is not None and lane.streams is not None:
-            here = lane.streams.current()
-            if here != lane.compute:  # the layer has a stream of its own
-                event = lane.streams.record(here)
+        if streams is not None and streams.backend is not None:
+            here = streams.backend.current()
+            if here != streams.compute:  # the layer has a stream of its own
+                event = streams.backend.record(here)
         bias, weight = biases[-1].variable if biases else None, weights[-1].variable
         versions = x._version, gy._version
 
@@ -144,8 +146,8 @@ class WeightGradients:
                         "of backward and its weight half, which needs it: let the layer (or the "
                         "backward of an autograd function) work on a copy"
                     )
-            if lane is not None:
-                lane.receive(event, [x, gy])
+            if streams is not None:
+                streams.receive(event, [x, gy])
             product.accumulate(settings, gy, x, weight, bias)
 
         self.halves.append(accumulate)

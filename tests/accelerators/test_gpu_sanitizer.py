@@ -28,8 +28,8 @@ SANITIZED = """
         checkpoint=sys.argv[1],
     )
     if sys.argv[2] == "broken":
-        from syncpipe.runtime.streams import Lane
-        Lane.receive = lambda self, event, tensors: None
+        from syncpipe.runtime.streams import DeviceStreams
+        DeviceStreams.receive = lambda self, event, tensors: None
     for _ in range(3):
         x = torch.randn(16, 32, device="cuda:0", requires_grad=True)
         pipe(x).sum().backward()
