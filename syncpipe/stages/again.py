@@ -27,7 +27,7 @@ from syncpipe.runtime.random_numbers import (
 )
 from syncpipe.runtime.recomputation import ModuleState, Recomputation
 from syncpipe.skip.store import current_store
-from syncpipe.stages.inplace import Given, aliased, entering
+from syncpipe.stages.inplace import GuardedInputs, input_flags, overlap_flags
 
 
 class Record:
@@ -50,7 +50,7 @@ class Again:
         self._compared = 0  # the last cell whose recomputation may be compared
 
     def forward(
-        self, i: int, inputs: Any, detached: Any, marks: Sequence[int], target: Any = None,
+        self, i: int, inputs: Any, detached: Any, owners: Sequence[int], target: Any = None,
         begun: Callable[[Recomputation], None] | None = None,
     ) -> tuple[Any, Recomputation | None]:  # fmt: skip
         """As that of a ``StageRun``, but the graph is dropped; with what computes it again.
@@ -60,12 +60,12 @@ class Again:
         if self.modules is None:
             self.modules = self._module_state()
         result: tuple[Any, Recomputation | None] = self.run.locked(
-            self._without_storing, self.modules, i, inputs, detached, marks, target, begun
+            self._without_storing, self.modules, i, inputs, detached, owners, target, begun
         )
         return result
 
     def _without_storing(
-        self, modules: ModuleState, i: int, inputs: Any, detached: Any, marks: Sequence[int],
+        self, modules: ModuleState, i: int, inputs: Any, detached: Any, owners: Sequence[int],
         target: Any, begun: Callable[[Recomputation], None] | None,
     ) -> tuple[Any, Recomputation | None]:  # fmt: skip
         run, stage, where = self.run, self.stage, f"{self.run.words} {i}"
@@ -78,8 +78,8 @@ class Again:
             return self._selectively(i, record, again, partial(run.run, i, inputs, record, again))
 
         if run.first and run.writes:
-            marks = entering(inputs[0], target)
-        writes = run.writes or any(marks)
+            owners = input_flags(inputs[0], target)
+        writes = run.writes or any(owners)
         if begun is not None:
             cell.keep(partial(compute, again=True), detached)
             cell.mutates_inputs = writes  # as long as nobody knows whether it does
@@ -90,7 +90,7 @@ class Again:
         elif i <= self._compared:  # in the first call with shapes
             shapes = stage.is_new(("stored", stage.partition.training))
         if writes:
-            given = Given(inputs, marks, copy=run.writes, again=True)
+            given = GuardedInputs(inputs, owners, copy=run.writes, kept=True)
             outputs = cell.forward(compute, given.tree, shapes, guard=True)
             cell.mutates_inputs = given.written(where)
             if cell.mutates_inputs:
@@ -125,7 +125,7 @@ class Again:
             seen.check(getattr(contexts[0], "storage", None), self.stage.describe(i))
         return result
 
-    def checkpointed(self, i: int, inputs: Any, marks: Sequence[int]) -> Any:
+    def checkpointed(self, i: int, inputs: Any, owners: Sequence[int]) -> Any:
         """Computes cell ``(i, j)`` as a part of a graph that stores nothing of it."""
         begun: list[Recomputation] = []
         running = True
@@ -135,7 +135,7 @@ class Again:
             nonlocal running, inputs
             if not begun:
                 detached = map_tensors(lambda tensors: [t.detach() for t in tensors], inputs)
-                outputs = self.forward(i, inputs, detached, marks, begun=begun.append)[0]
+                outputs = self.forward(i, inputs, detached, owners, begun=begun.append)[0]
                 running, inputs = False, detached
                 return outputs
             recomputation, following = begun[0], iter(flags)
@@ -167,7 +167,7 @@ def in_units(whole: Any, i: int, value: Any) -> Any:
         popped = tuple([store.pop(key) for key in unit.pops]) if store else ()
         inputs = (value, popped)
         if again:
-            value, stashed = run.checkpointed(i, inputs, aliased(inputs))
+            value, stashed = run.checkpointed(i, inputs, overlap_flags(inputs))
         else:
             value, stashed = run.forward(i, inputs)
         if stashed and store is not None:

@@ -34,7 +34,7 @@ from syncpipe.runtime.thread_state import CallerState, process_settled, settled
 from syncpipe.schedules.schedule import Kind
 from syncpipe.schedules.steps import Edge, Steps
 from syncpipe.skip.store import SkipKey
-from syncpipe.stages.inplace import handed_on
+from syncpipe.stages.inplace import passthrough_flags
 from syncpipe.stages.pipeline import Pipeline
 from syncpipe.stages.run import StageRun
 from syncpipe.stages.sharing import (
@@ -138,32 +138,32 @@ def plain(
         if there:
             stand_in(run, there, {})
 
-    def cell(i: int, value: Any, marks: Sequence[int], store: dict[SkipKey, Any], j: int) -> Any:
+    def cell(i: int, value: Any, owners: Sequence[int], store: dict[SkipKey, Any], j: int) -> Any:
         run, stage = runs[j], runs[j].stage
         there = tuple([store.pop(key) for key in stage.pops])
         inputs = map_tensors(
             lambda tensors: [_placed(t, stage.device) for t in tensors],
             (value, tuple([skip for skip, _ in there])),
         )
-        marks = [*marks, *[mark for _, own in there for mark in own]]
+        owners = [*owners, *[flag for _, own in there for flag in own]]
         again = i < call.rematerialized[j]
         with pipeline.workers[pipeline.worker_of[j]].caller_lane().active():
-            outputs = (run.checkpointed if again else run.forward)(i, inputs, marks)
-        lent = handed_on(inputs, marks, outputs, all_lent=again or j == 0)
-        following = iter(lent or [0] * len(tensors_in(outputs)))
+            outputs = (run.checkpointed if again else run.forward)(i, inputs, owners)
+        passed = passthrough_flags(inputs, owners, outputs, all_borrowed=again or j == 0)
+        following = iter(passed or [0] * len(tensors_in(outputs)))
         value, stashed = outputs
-        marks = [next(following) for _ in tensors_in(value)]
+        owners = [next(following) for _ in tensors_in(value)]
         for key, skip in zip(stage.stashes, stashed, strict=True):
             store[key] = skip, [next(following) for _ in tensors_in(skip)]
-        return value, marks
+        return value, owners
 
     def run_all() -> list[Any]:
         found = []
         for i, value in enumerate(micro_batches):
             store: dict[SkipKey, Any] = {}
-            marks: Sequence[int] = ()
+            owners: Sequence[int] = ()
             for j in range(pipeline.n):
-                value, marks = cell(i, value, marks, store, j)
+                value, owners = cell(i, value, owners, store, j)
             found.append(value)
         return found
 

@@ -35,7 +35,7 @@ from syncpipe.data import (
 from syncpipe.runtime.recomputation import version_of
 
 #: Marks of a tensor; 0 for one that belongs to the cell alone. No marks at all: all are 0.
-ALIASED, LENT, TARGET = 1, 2, 4
+SHARED, BORROWED, TARGET = 1, 2, 4
 
 
 def may_write(partition: nn.Sequential, *, pops: bool) -> bool:
@@ -77,65 +77,67 @@ def _hooked(module: nn.Module) -> bool:
     return bool(module._forward_hooks or module._forward_pre_hooks)
 
 
-def entering(inputs: Any, target: Any) -> list[int]:
+def input_flags(inputs: Any, target: Any) -> list[int]:
     """The marks of what comes from the caller, with its target."""
     goals, tensors = tensors_in(target), tensors_in(inputs)
     return [
-        LENT | mark | (TARGET if any(overlap(tensor, goal) for goal in goals) else 0)
-        for tensor, mark in zip(tensors, aliased(inputs), strict=True)
+        BORROWED | flag | (TARGET if any(overlap(tensor, goal) for goal in goals) else 0)
+        for tensor, flag in zip(tensors, overlap_flags(inputs), strict=True)
     ]
 
 
-def aliased(inputs: Any) -> list[int]:
+def overlap_flags(inputs: Any) -> list[int]:
     """The marks of tensors that overlap with each other."""
     tensors = tensors_in(inputs)
 
-    def is_aliased(tensor: Tensor) -> bool:
+    def overlaps(tensor: Tensor) -> bool:
         views = (t for t in tensors if t is not tensor and place_of(t) != place_of(tensor))
         return any(overlap(tensor, other) for other in views)
 
-    return [ALIASED if is_aliased(tensor) else 0 for tensor in tensors]
+    return [SHARED if overlaps(tensor) else 0 for tensor in tensors]
 
 
-def handed_on(
-    inputs: Any, marks: Sequence[int], outputs: Any, *, all_lent: bool, target: Any = None
+def passthrough_flags(
+    inputs: Any, owners: Sequence[int], outputs: Any, *, all_borrowed: bool, target: Any = None
 ) -> list[int]:
     """The marks of a cell's outputs, for those that are what it was lent; nothing if all are 0.
 
-    It was lent ``all_lent`` inputs if they are the caller's, or it is recomputed from them.
+    It was lent ``all_borrowed`` inputs if they are the caller's, or it is recomputed from them.
     """
     given, made = inputs[0], outputs[0]
     alone = type(given) is type(made) is Tensor and not (inputs[1] or outputs[1])
     if alone and storage_of(given) != storage_of(made):  # mostly it is so
         return []
-    lent: dict[Any, int] = {}
-    for tensor, mark in zip(tensors_in(inputs), marks or entering(inputs, target), strict=True):
+    borrowed: dict[Any, int] = {}
+    flags = owners or input_flags(inputs, target)
+    for tensor, flag in zip(tensors_in(inputs), flags, strict=True):
         storage = storage_of(tensor)
-        lent[storage] = lent.get(storage, 0) | (mark | LENT if all_lent else mark) & (LENT | TARGET)
-    found = [lent.get(storage_of(tensor), 0) for tensor in tensors_in(outputs)]
+        own = (flag | BORROWED if all_borrowed else flag) & (BORROWED | TARGET)
+        borrowed[storage] = borrowed.get(storage, 0) | own
+    found = [borrowed.get(storage_of(tensor), 0) for tensor in tensors_in(outputs)]
     return found if any(found) else []
 
 
-def sent_marks(outputs: tuple[Any, Sequence[Any]], lent: Sequence[int]) -> list[Sequence[int]]:
+def sent_flags(outputs: tuple[Any, Sequence[Any]], passed: Sequence[int]) -> list[Sequence[int]]:
     """The marks of a cell's activation, and of each of its skips, on their way to other stages.
 
-    ``lent`` is what :func:`handed_on` says of them.
+    ``passed`` is what :func:`passthrough_flags` says of them.
     """
     parts = [tensors_in(part) for part in (outputs[0], *outputs[1])]
     all_parts = [tensor for part in parts for tensor in part]
     storages = [storage_of(tensor) for tensor in all_parts]
-    marks = list(lent) or [0] * len(storages)
+    owners = list(passed) or [0] * len(storages)
     for k, storage in enumerate(storages):
         if storages.count(storage) > 1 and any(
             overlap(all_parts[k], other) for n, other in enumerate(all_parts) if n != k
         ):
-            marks[k] |= ALIASED
-    following = iter(marks)
+            owners[k] |= SHARED
+    following = iter(owners)
     return [[next(following) for _ in part] for part in parts]
 
 
 def own_memory(
-    inputs: Any, outputs: Any, lent: Sequence[int], *, all_leaves: bool
+    inputs: Any, outputs: Any, passed: Sequence[int], *, all_leaves: bool
 ) -> tuple[Any, Sequence[int]]:
     """The outputs of a cell to send, copies of those that something else holds; and their marks.
 
@@ -151,15 +153,15 @@ def own_memory(
         for references, tensor in zip(map(getrefcount, tensors), tensors, strict=True)
     ]
     if True not in held:
-        return outputs, lent
+        return outputs, passed
     given = set(map(storage_of, tensors_in(inputs)))
     held = [each and storage_of(t) not in given for each, t in zip(held, tensors, strict=True)]
     made = iter(clones([tensor for tensor, each in zip(tensors, held, strict=True) if each]))
     sent = [next(made) if each else t for t, each in zip(tensors, held, strict=True)]
-    marks = [
-        mark | ALIASED * each for mark, each in zip(lent or [0] * len(sent), held, strict=True)
+    owners = [
+        flag | SHARED * each for flag, each in zip(passed or [0] * len(sent), held, strict=True)
     ]
-    return map_tensors(lambda _: sent, outputs), marks
+    return map_tensors(lambda _: sent, outputs), owners
 
 
 def _is_held(tensor: Tensor) -> bool:
@@ -181,33 +183,33 @@ _ALONE = next(map(getrefcount, tensors_in(_OUTPUTS)))  # the outputs, and who as
 _ALONE_BASE = _references_to_base(torch.empty(2)[:1])
 
 
-class Given:
+class GuardedInputs:
     """The inputs of a cell that may write into them (``copy``), and a ``tree`` that it gets.
 
     Whatever the marks are, all are lent if the cell is computed ``again`` from them.
     """
 
     def __init__(
-        self, inputs: Any, marks: Sequence[int], *, copy: bool, again: bool = False
+        self, inputs: Any, owners: Sequence[int], *, copy: bool, kept: bool = False
     ) -> None:
         tensors, grad = tensors_in(inputs), torch.is_grad_enabled()
-        marks = marks or [0] * len(tensors)
-        self._marks = [mark | LENT for mark in marks] if again else marks
+        owners = owners or [0] * len(tensors)
+        self._flags = [flag | BORROWED for flag in owners] if kept else owners
         # What is aliased will be refused. PyTorch refuses to write into a leaf, and autocast knows
         # it from a copy.
-        flags = [
-            copy and mark == LENT and not (grad and tensor.is_leaf and tensor.requires_grad)
-            for mark, tensor in zip(self._marks, tensors, strict=True)
+        to_copy = [
+            copy and flag == BORROWED and not (grad and tensor.is_leaf and tensor.requires_grad)
+            for flag, tensor in zip(self._flags, tensors, strict=True)
         ]
-        made = iter(clones([tensor for tensor, flag in zip(tensors, flags, strict=True) if flag]))
+        made = iter(clones([tensor for tensor, each in zip(tensors, to_copy, strict=True) if each]))
         self._tensors = [
-            next(made) if flag else tensor for tensor, flag in zip(tensors, flags, strict=True)
+            next(made) if each else tensor for tensor, each in zip(tensors, to_copy, strict=True)
         ]
         self.tree = map_tensors(lambda _: self._tensors, inputs)  # containers are copied, too
         compare = torch.is_inference_mode_enabled()
         self._before: list[Any] = [
-            tensor.clone() if compare and mark & (ALIASED | TARGET) else version_of(tensor)
-            for mark, tensor in zip(self._marks, self._tensors, strict=True)
+            tensor.clone() if compare and flag & (SHARED | TARGET) else version_of(tensor)
+            for flag, tensor in zip(self._flags, self._tensors, strict=True)
         ]
 
     def written(self, where: str) -> bool:
@@ -222,8 +224,8 @@ class Given:
             else version_of(now) != then
             for now, then in zip(self._tensors, self._before, strict=True)
         ]
-        shared = [mark & (ALIASED | TARGET) for mark in self._marks]
-        if any(flag and mark for flag, mark in zip(written, shared, strict=True)):
+        shared = [flag & (SHARED | TARGET) for flag in self._flags]
+        if any(each and flag for each, flag in zip(written, shared, strict=True)):
             raise RuntimeError(
                 f"{where} modified in place a tensor whose memory others use as well (another "
                 "input or the target that is a view of it; or it crossed a stage boundary more "

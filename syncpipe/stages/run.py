@@ -28,7 +28,7 @@ from syncpipe.runtime.recomputation import OUTERMOST, Recomputation
 from syncpipe.runtime.recorder import as_range
 from syncpipe.stages import again as recomputing
 from syncpipe.stages import drawing, wrappers
-from syncpipe.stages.inplace import Given, entering, may_write
+from syncpipe.stages.inplace import GuardedInputs, input_flags, may_write
 from syncpipe.stages.stage import Stage
 
 #: The value that travels along the layers, and skips.
@@ -103,7 +103,7 @@ class StageRun:
         return may_write(self.stage.partition, pops=bool(self.stage.pops))
 
     def forward(
-        self, i: int, inputs: Inputs, marks: Sequence[int] = (), target: Any = None
+        self, i: int, inputs: Inputs, owners: Sequence[int] = (), target: Any = None
     ) -> Inputs:
         """Computes cell ``(i, j)``: the output of the last layer, with the skips for other stages.
 
@@ -113,21 +113,21 @@ class StageRun:
             marks: for each tensor of the inputs who else it belongs to; nothing if nobody.
             target: what came with the inputs from the caller.
         """
-        plain = not (marks or self.stage.changes.any or profiler._is_profiler_enabled)
+        plain = not (owners or self.stage.changes.any or profiler._is_profiler_enabled)
         if plain and not (self.first and self.writes):
             outputs = self.cell(i, inputs, None, False)  # mostly
             self.through[0] += self._counts
             return outputs
-        return self.locked(self._guarded, i, inputs, marks, target)
+        return self.locked(self._guarded, i, inputs, owners, target)
 
-    def _guarded(self, i: int, inputs: Inputs, marks: Sequence[int], target: Any) -> Inputs:
+    def _guarded(self, i: int, inputs: Inputs, owners: Sequence[int], target: Any) -> Inputs:
         if self.first and self.writes:
-            marks = entering(inputs[0], target)
-        if not any(marks):
+            owners = input_flags(inputs[0], target)
+        if not any(owners):
             outputs = self.run(i, inputs, None, False)
             self.count()
             return outputs
-        given = Given(inputs, marks, copy=self.writes)
+        given = GuardedInputs(inputs, owners, copy=self.writes)
         outputs = self.run(i, given.tree, None, False)
         given.written(f"{self.words} {i}")
         self.count()
@@ -200,8 +200,8 @@ class StageRun:
     def forward_without_storing(self, *args: Any) -> tuple[Inputs, Recomputation | None]:
         return self.again.forward(*args)
 
-    def checkpointed(self, i: int, inputs: Inputs, marks: Sequence[int]) -> Inputs:
-        outputs: Inputs = self.again.checkpointed(i, inputs, marks)
+    def checkpointed(self, i: int, inputs: Inputs, owners: Sequence[int]) -> Inputs:
+        outputs: Inputs = self.again.checkpointed(i, inputs, owners)
         return outputs
 
     def recompute(self, recomputation: Recomputation, *args: Any, keep: bool = False) -> Inputs:

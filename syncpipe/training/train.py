@@ -38,7 +38,7 @@ from syncpipe.schedules.named import ScheduleLike, build
 from syncpipe.schedules.schedule import Kind
 from syncpipe.schedules.steps import forward_steps, training_steps
 from syncpipe.stages.call import Call, sent
-from syncpipe.stages.inplace import handed_on, own_memory, sent_marks
+from syncpipe.stages.inplace import own_memory, passthrough_flags, sent_flags
 from syncpipe.stages.pipeline import Pipeline
 from syncpipe.stages.run import Inputs
 from syncpipe.training.cell import Accumulated, Cell, GraphCut, detached, ends_of
@@ -55,13 +55,13 @@ Watch = Callable[[Kind, int, Run], Run]
 class Message(NamedTuple):
     """What travels over an edge: a tree of tensors, or on the way back a list of gradients.
 
-    Of each tensor ``marks`` say who else it belongs to (see ``inplace``), and ``flags`` whether it
+    Of each tensor ``owners`` say who else it belongs to (see ``inplace``), and ``flags`` whether it
     needs a gradient. ``event`` tells when the value is there.
     """
 
     value: Any
     event: Any = None
-    marks: Sequence[int] = ()
+    owners: Sequence[int] = ()
     flags: Sequence[bool] = ()
 
 
@@ -135,35 +135,37 @@ class TrainingTask:
     def _forward(self, j: int, i: int, messages: list[Message]) -> list[Message]:
         call, run = self.call, self.call.runs[j]
         target = None
-        marks: Sequence[int] = ()
+        owners: Sequence[int] = ()
         if self._first[j]:
             inputs, flags, target = self._pulled(j, i)
         elif len(messages) == 1:
-            value, _, marks, only = messages.pop()
+            value, _, owners, only = messages.pop()
             inputs, flags, value = (value, ()), [only], None
         else:
-            inputs, marks, flags = _with_skips(messages)
+            inputs, owners, flags = _with_skips(messages)
         cell = Cell(flags)
         given = cell.cut.enter(inputs)
         rematerialize = i < call.rematerialized[j]
         if rematerialize:
-            outputs, recomputation = run.forward_without_storing(i, given, inputs, marks, target)
+            outputs, recomputation = run.forward_without_storing(i, given, inputs, owners, target)
             if call.state.grad and any(map(_NEEDS, tensors_in(outputs))):
                 cell.recomputation = recomputation  # else nothing goes back: it is frozen
             del recomputation
         else:
-            outputs = run.forward(i, given, marks, target)
+            outputs = run.forward(i, given, owners, target)
         if self._leaves is not None and self._leaves.looks:  # one micro-batch alone may use a leaf
             self._leaves.look(j, outputs, cell.cut)
-        lent: Sequence[int] = ()
-        if marks or rematerialize or self._first[j]:
-            all_lent = rematerialize or self._first[j]
-            lent = handed_on(inputs, marks, outputs, all_lent=all_lent, target=target)
+        passed: Sequence[int] = ()
+        if owners or rematerialize or self._first[j]:
+            borrowed = rematerialize or self._first[j]
+            passed = passthrough_flags(
+                inputs, owners, outputs, all_borrowed=borrowed, target=target
+            )
         renorms = run.stage.changes.renorming
         if not self._last[j] and (
             type(outputs[0]) is not Tensor or outputs[0].grad_fn is None or outputs[1] or renorms
         ):
-            outputs, lent = own_memory(inputs, outputs, lent, all_leaves=bool(renorms))
+            outputs, passed = own_memory(inputs, outputs, passed, all_leaves=bool(renorms))
         del given, inputs, target
         if call.state.grad:
             self._cells[j][i] = cell
@@ -173,7 +175,7 @@ class TrainingTask:
                 target = call.to_stage(target, j, ready)
             self._head.take(j, i, outputs[0], target, cell)
             return []
-        made = self._packed(j, i, outputs, lent, cell)
+        made = self._packed(j, i, outputs, passed, cell)
         if self._ties is not None:
             receivers = self._ties.receivers[j]
             if cell.recomputation is None:
@@ -204,13 +206,13 @@ class TrainingTask:
             return value
 
     def _packed(
-        self, j: int, i: int, outputs: Inputs, lent: Sequence[int], cell: Cell
+        self, j: int, i: int, outputs: Inputs, passed: Sequence[int], cell: Cell
     ) -> list[Message]:
         """The outputs of a cell for the stages that need them, in the order of the edges."""
         output, skips = outputs
-        marks: Sequence[Sequence[int]] = ((),)
-        if lent or skips or type(output) is not Tensor:
-            marks = sent_marks(outputs, lent)
+        owners: Sequence[Sequence[int]] = ((),)
+        if passed or skips or type(output) is not Tensor:
+            owners = sent_flags(outputs, passed)
         messages: list[Message] = []
         for edge in self._pipeline.outgoing[j]:
             value, k = (output, 0) if edge.skip is None else (skips[edge.skip], 1 + edge.skip)
@@ -218,7 +220,7 @@ class TrainingTask:
             event = None
             if not (self.call.quiet and type(value) is Tensor):
                 value, event = self.call.send(edge, i, value)
-            messages.append(_message((value, event, marks[k], flags)))
+            messages.append(_message((value, event, owners[k], flags)))
         return messages
 
     # -- backward
@@ -310,7 +312,7 @@ class TrainingTask:
         assert replicas is not None
         trained = replicas.trained[j]
         if i > 0:
-            grads = self._leaves.taken(j, trained)
+            grads = self._leaves.pop_grads(j, trained)
             return [Message(*sent(streams_of[j], streams_of[self._pipeline.stages[j].j], grads))]
         for message in messages:  # replica 1, 2, ...
             self._leaves.add(j, trained, message.value)
@@ -325,12 +327,12 @@ class TrainingTask:
 def _with_skips(messages: list[Message]) -> tuple[Inputs, Sequence[int], list[Sequence[bool]]]:
     value, *skips = [message.value for message in messages]
     flags = [message.flags for message in messages]
-    marks: list[int] = []
-    if any(message.marks for message in messages):
+    owners: list[int] = []
+    if any(message.owners for message in messages):
         for message in messages:
-            marks += message.marks or [0] * len(message.flags)
+            owners += message.owners or [0] * len(message.flags)
     messages.clear()
-    return (value, tuple(skips)), marks, flags
+    return (value, tuple(skips)), owners, flags
 
 
 def train(
