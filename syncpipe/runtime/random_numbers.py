@@ -150,7 +150,7 @@ def is_random(operation: Any) -> bool:
     return torch.Tag.nondeterministic_seeded in operation.tags
 
 
-class Turn:
+class GeneratorLease:
     """What a layer draws for one micro-batch, and who it holds the generators from meanwhile.
 
     While a pipe runs that the layer itself uses, the generators are given up: that pipe takes locks
@@ -172,7 +172,7 @@ class Turn:
         self._seed, self._observe = seed, observe
         self._before: list[Tensor] = []  # the states of others
         self._own: list[Tensor] = []  # its own, after the last module that drew
-        self._outer: Turn | None = None
+        self._outer: GeneratorLease | None = None
         self.held = self.drew_outside = self.touches = self.nests = False
         self.draws = 0
         self.ends: dict[_Key, list[Tensor]] = {}
@@ -191,26 +191,26 @@ class Turn:
         with lock, other_lock:
             self._before = states_of(self._generators)
             return undone(
-                lambda: self.present(drawing, held=True),
+                lambda: self.while_leased(drawing, held=True),
                 lambda: put_back_states(self._generators, self._before),
             )
 
-    def present(self, run: Callable[[], _T], *, held: bool = False) -> _T:
+    def while_leased(self, run: Callable[[], _T], *, held: bool = False) -> _T:
         """Runs something in which modules draw; each holds the generators for itself."""
-        before = _here.turn, self.held
-        if _here.turn is not self:
-            self._outer = _here.turn
+        before = _thread.lease, self.held
+        if _thread.lease is not self:
+            self._outer = _thread.lease
 
         def end() -> None:
-            _here.turn, self.held = before
+            _thread.lease, self.held = before
 
         def begin() -> _T:
-            _here.turn, self.held = self, held
+            _thread.lease, self.held = self, held
             return run()
 
         return undone(begin, end)
 
-    def inside(self, run: Callable[[], _T]) -> _T:
+    def in_module(self, run: Callable[[], _T]) -> _T:
         """Runs a module that draws, somewhere in the layer."""
 
         def drawing() -> _T:
@@ -226,12 +226,12 @@ class Turn:
         self.drew_outside |= bool(changed(self._generators, self._own))
         return drawing()
 
-    def outside(self, run: Callable[[], _T]) -> _T:
+    def released(self, run: Callable[[], _T]) -> _T:
         """Runs something that takes other locks, for others as if the turn had not begun yet."""
         self.nests = True
         profile, held = sys.getprofile(), self.held
-        looking = profile is not None and profile == self._look
-        if looking:
+        profiling = profile is not None and profile == self._note_generator_call
+        if profiling:
             sys.setprofile(None)
         own = states_of(self._generators) if held else []
         if held:
@@ -240,18 +240,18 @@ class Turn:
         try:
             # Also for the turns around this one; in C, so that no count is lost to Ctrl-C.
             counts.extend(map(methodcaller("_release_save"), self._locks if held else ()))
-            _here.turn = self._outer
+            _thread.lease = self._outer
             return run()
         finally:
             if held:
-                self._lock_again(counts)
+                self._reacquire(counts)
                 self._before = states_of(self._generators)
                 put_back_states(self._generators, own)
-            _here.turn = self
-            if looking:
+            _thread.lease = self
+            if profiling:
                 sys.setprofile(profile)
 
-    def _lock_again(self, counts: list[Any]) -> None:
+    def _reacquire(self, counts: list[Any]) -> None:
         interrupt: BaseException | None = None
         for lock, count in zip_longest(self._locks, counts):
             while not lock._is_owned():
@@ -269,11 +269,11 @@ class Turn:
 
         def looked_at() -> Any:
             if not self.touches:
-                sys.setprofile(self._look)
+                sys.setprofile(self._note_generator_call)
             return layer(value)
 
         def end() -> None:
-            if sys.getprofile() == self._look:
+            if sys.getprofile() == self._note_generator_call:
                 sys.setprofile(None)
 
         output = undone(looked_at, end)
@@ -281,35 +281,35 @@ class Turn:
         self.drew_outside |= bool(changed(self._generators, self._own))
         return output
 
-    def _look(self, frame: Any, event: str, arg: Any) -> None:
+    def _note_generator_call(self, frame: Any, event: str, arg: Any) -> None:
         if event == "c_call" and isinstance(getattr(arg, "__self__", None), torch.Generator):
             self.touches = True
 
 
-class _Here(threading.local):
-    turn: Turn | None = None  # of a thread
+class _ThreadLease(threading.local):
+    lease: GeneratorLease | None = None  # of a thread
 
 
-_here = _Here()
+_thread = _ThreadLease()
 
 
 def holds_generators() -> bool:
-    return _here.turn is not None and _here.turn.held
+    return _thread.lease is not None and _thread.lease.held
 
 
-def outside_of_turn(run: Callable[[], _T]) -> _T:
+def without_generators(run: Callable[[], _T]) -> _T:
     """Runs something that takes other locks: gives up the generators that the thread holds."""
-    return run() if _here.turn is None else _here.turn.outside(run)
+    return run() if _thread.lease is None else _thread.lease.released(run)
 
 
-def undisturbed(run: Callable[[], _T]) -> _T:
+def with_cpu_generator(run: Callable[[], _T]) -> _T:
     """Runs something on the calling thread that draws from the CPU's generator as the caller would.
 
     Layers that draw at the same time wait, and do not take back what was drawn in here.
     """
-    turn = Turn([])
-    turn._locks = [LOCKS[_CPU]]
-    return turn.holding(run)
+    lease = GeneratorLease([])
+    lease._locks = [LOCKS[_CPU]]
+    return lease.holding(run)
 
 
 def run_seeded(
@@ -322,7 +322,7 @@ def run_seeded(
     observe: bool,
     module: nn.Module | None = None,
     mark: bool = False,
-) -> tuple[Any, Turn]:
+) -> tuple[Any, GeneratorLease]:
     """Runs a layer that draws its own random numbers for one micro-batch.
 
     Args:
@@ -339,24 +339,26 @@ def run_seeded(
     if observe and module is not None and modules_can_hold and _is_known(module):
         which, observe = generators.in_modules, False
     picked = generators.pick(which)
-    turn = Turn(picked or generators.pick(generators.all), _cell_seed(*cell), observe=observe)
+    lease = GeneratorLease(
+        picked or generators.pick(generators.all), _cell_seed(*cell), observe=observe
+    )
     if not picked:
-        turn.draws = which
-        return turn.present(partial(layer, value)), turn
+        lease.draws = which
+        return lease.while_leased(partial(layer, value)), lease
 
     def run() -> Any:
-        output = turn.observed(layer, value) if observe else layer(value)
+        output = lease.observed(layer, value) if observe else layer(value)
         for key, generator in picked if mark else ():
             if key != _CPU:
-                turn.ends[key] = fingerprint(states_of([generator]))
+                lease.ends[key] = fingerprint(states_of([generator]))
         return output
 
-    output = turn.holding(run)
-    if turn.touches:
-        turn.draws = generators.all
-    elif turn.draws and modules_can_hold and not (turn.drew_outside or turn.nests):
-        turn.draws = generators.in_modules
-    return output, turn
+    output = lease.holding(run)
+    if lease.touches:
+        lease.draws = generators.all
+    elif lease.draws and modules_can_hold and not (lease.drew_outside or lease.nests):
+        lease.draws = generators.in_modules
+    return output, lease
 
 
 def fingerprint(output: Any) -> list[Tensor]:
@@ -395,14 +397,14 @@ def same_fingerprints(one: Sequence[Tensor], other: Sequence[Tensor]) -> bool:
 
 
 #: These draw in training, in their own forward and nowhere else.
-_DRAW: frozenset[type] = frozenset(
+_DROPOUT: frozenset[type] = frozenset(
     {
         nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout,
         nn.FeatureAlphaDropout, nn.RReLU,
     }
 )  # fmt: skip
 #: Files of ``torch.nn.modules`` whose modules never draw, but for a few.
-_QUIET_FILES = frozenset(
+_DETERMINISTIC_FILES = frozenset(
     f"torch.nn.modules.{name}"
     for name in (
         "activation", "batchnorm", "channelshuffle", "container", "conv", "distance", "flatten",
@@ -410,7 +412,7 @@ _QUIET_FILES = frozenset(
         "sparse", "upsampling",
     )
 )  # fmt: skip
-_DRAW_THERE = (
+_DRAWING = (
     nn.RReLU, nn.MultiheadAttention, nn.FractionalMaxPool2d, nn.FractionalMaxPool3d,
     LazyModuleMixin,
 )  # fmt: skip
@@ -420,8 +422,8 @@ _CALL = "_compiled_call_impl"
 
 
 #: By the identity of such a module the calls that it holds generators for.
-_holding: dict[int, set[object]] = {}
-_held = forkable()
+_leasing: dict[int, set[object]] = {}
+_leasing_lock = forkable()
 
 
 def modules_that_draw(roots: Iterable[nn.Module]) -> list[nn.Module]:
@@ -432,7 +434,7 @@ def modules_that_draw(roots: Iterable[nn.Module]) -> list[nn.Module]:
         module = pending.pop()
         if module is not None:
             pending.extend(module._modules.values())
-            if type(module) in _DRAW:
+            if type(module) in _DROPOUT:
                 found[module] = None
     return [*found]
 
@@ -444,53 +446,53 @@ def let_modules_hold(modules: Sequence[nn.Module], run: Callable[[], _T]) -> _T:
     call = object()
 
     def begin() -> _T:
-        with _held:
+        with _leasing_lock:
             for module in modules:
-                _holding.setdefault(id(module), set()).add(call)
+                _leasing.setdefault(id(module), set()).add(call)
                 if module.__dict__.get(_CALL) is None:
                     module.__dict__[_CALL] = MethodType(_call, module)
         return run()
 
     def end() -> None:
-        with _held:
+        with _leasing_lock:
             for module in modules:
-                calls = _holding.get(id(module), set())
+                calls = _leasing.get(id(module), set())
                 calls.discard(call)
-                if not calls and _holds(module):
+                if not calls and _leases(module):
                     del module.__dict__[_CALL]
                 if not calls:
-                    _holding.pop(id(module), None)
+                    _leasing.pop(id(module), None)
 
     return undone(begin, end)
 
 
 def _call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
     call: Callable[..., Any] = module._call_impl
-    if _here.turn is None or not module.training:
+    if _thread.lease is None or not module.training:
         return call(*args, **kwargs)
-    return _here.turn.inside(partial(call, *args, **kwargs))
+    return _thread.lease.in_module(partial(call, *args, **kwargs))
 
 
-def _holds(module: nn.Module) -> bool:
+def _leases(module: nn.Module) -> bool:
     return getattr(module.__dict__.get(_CALL), "__func__", None) is _call
 
 
 def is_compiled(module: nn.Module) -> bool:
     """Whether ``module.compile()`` was called; in a call :func:`let_modules_hold` sets the same."""
-    return module._compiled_call_impl is not None and not _holds(module)
+    return module._compiled_call_impl is not None and not _leases(module)
 
 
 def never_draws(module: nn.Module) -> bool:
     """Whether a layer is made of PyTorch's own modules that never draw, without any hook."""
-    return all(map(_is_quiet, module.modules()))
+    return all(map(_is_deterministic, module.modules()))
 
 
 def _is_known(module: nn.Module) -> bool:
-    return all(_is_quiet(m) or (_holds(m) and _is_plain(m)) for m in module.modules())
+    return all(_is_deterministic(m) or (_leases(m) and _is_plain(m)) for m in module.modules())
 
 
-def _is_quiet(module: nn.Module) -> bool:
-    known = type(module).__module__ in _QUIET_FILES and not isinstance(module, _DRAW_THERE)
+def _is_deterministic(module: nn.Module) -> bool:
+    known = type(module).__module__ in _DETERMINISTIC_FILES and not isinstance(module, _DRAWING)
     return known and module.__dict__.get(_CALL) is None and _is_plain(module)
 
 

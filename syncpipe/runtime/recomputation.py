@@ -229,11 +229,11 @@ class ModuleState:
         self.expected |= self._changed
         self.changes.changing = self._changed
 
-    def swaps(self, where: object, moment: object) -> list[Swap]:
+    def swaps(self, where: object, epoch: object) -> list[Swap]:
         """What to put back for a recomputation of ``where``, nearly always nothing.
 
-        Modules are looked at once for each ``moment``. Raises a ``RuntimeError`` if a parameter was
-        modified in place, or the layers are other ones.
+        Modules are compared once per ``epoch`` of the user's code. Raises a ``RuntimeError`` if a
+        parameter was modified in place, or the layers are other ones.
         """
         if (versions := list(map(_VERSION, self._computing))) != self._versions:
             renormed = self.changes.renormed
@@ -241,8 +241,8 @@ class ModuleState:
                 now -= renormed.get(p, 0) - self._renormed.get(p, 0)  # by the forward itself
                 if now != then:
                     raise _modified(f"a parameter ({described(p)})", where, then, now)
-        if self._checked is None or self._checked[0] != moment:
-            self._checked = (moment, self._differences(where))
+        if self._checked is None or self._checked[0] != epoch:
+            self._checked = (epoch, self._differences(where))
         return self._checked[1]
 
     def _differences(self, where: object) -> list[Swap]:
@@ -438,10 +438,10 @@ class Recomputation:
         self._tracked = list(filterfalse(Tensor.is_inference, tensors_in(inputs)))
         self._versions = list(map(_VERSION, self._tracked))
 
-    def __call__(self, inputs: Any, moment: object, keep: bool) -> Any:
+    def __call__(self, inputs: Any, epoch: object, keep: bool) -> Any:
         """The cell's outputs once more, from the inputs with a new graph; ``keep``: and again.
 
-        ``moment`` is the same as long as the user's code cannot have changed any module.
+        ``epoch`` is the same as long as the user's code cannot have changed any module.
         """
         begins: list[Any] = []
         if self.stored is not None:
@@ -450,7 +450,7 @@ class Recomputation:
         try:
             if list(map(_VERSION, self._tracked)) != self._versions:
                 raise self._input_modified()
-            swaps = self._swaps(moment, keep)
+            swaps = self._swaps(epoch, keep)
             if self.mutates_inputs:
                 inputs = map_tensors(clones, inputs)
             outputs = swapped(swaps, partial(self.cell, inputs)) if swaps else self.cell(inputs)
@@ -479,11 +479,11 @@ class Recomputation:
             "and backward, let it do so after backward; or use checkpoint='never'"
         )
 
-    def _swaps(self, moment: object, keep: bool) -> list[Swap]:
+    def _swaps(self, epoch: object, keep: bool) -> list[Swap]:
         """What makes the stage what it was before the forward."""
         made: dict[int, Tensor] = {}
         changes = self.modules.changes
-        swaps = list(self.modules.swaps(self._where, moment))
+        swaps = list(self.modules.swaps(self._where, epoch))
         changes.any |= bool(swaps)
         for (module, name), buffer, version, copy, _ in self._noted:
             changed = (module, name) in self._changed

@@ -21,9 +21,9 @@ from syncpipe.runtime.random_numbers import (
     is_random,
     let_modules_hold,
     modules_that_draw,
-    outside_of_turn,
     put_back_states,
     states_of,
+    without_generators,
 )
 from syncpipe.runtime.recomputation import ModuleState, Recomputation
 from syncpipe.skip.store import current_store
@@ -145,12 +145,12 @@ class Again:
                 lambda tensors: [t.detach().requires_grad_(next(following)) for t in tensors],
                 recomputation.inputs,
             )
-            moment = torch._C._current_graph_task_id()
-            run_again = partial(self.run.recompute, recomputation, given, moment, keep=True)
+            epoch = torch._C._current_graph_task_id()
+            run_again = partial(self.run.recompute, recomputation, given, epoch, keep=True)
             in_modules = self.stage.generators.in_modules
             drawing = modules_that_draw([self.stage.partition]) if in_modules else []
             # The order of locks is: stage before random state.
-            return outside_of_turn(partial(let_modules_hold, drawing, run_again))
+            return without_generators(partial(let_modules_hold, drawing, run_again))
 
         like = torch.empty(0, device=self.stage.device)  # tells what kind of device it is
         return checkpoint(

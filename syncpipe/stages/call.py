@@ -26,7 +26,7 @@ from syncpipe.options import Selective, StageMode
 from syncpipe.runtime.engine import RUNNING, Run
 from syncpipe.runtime.interrupts import Swap, swapped
 from syncpipe.runtime.offload import Offload
-from syncpipe.runtime.random_numbers import draw_seed, let_modules_hold, outside_of_turn
+from syncpipe.runtime.random_numbers import draw_seed, let_modules_hold, without_generators
 from syncpipe.runtime.recomputation import is_checkpointing, is_recomputing
 from syncpipe.runtime.recorder import Recorder
 from syncpipe.runtime.streams import AcceleratorStreams, DeviceStreams, accelerators, same_memory
@@ -167,9 +167,9 @@ def plain(
             found.append(value)
         return found
 
-    held = partial(let_modules_hold, pipeline.that_draw, run_all)
+    held = partial(let_modules_hold, pipeline.drawing_modules, run_all)
     # Inside another call's layer or loss: the order of locks is stage before random state.
-    return outside_of_turn(partial(swapped, swaps, held) if swaps else held)
+    return without_generators(partial(swapped, swaps, held) if swaps else held)
 
 
 def _placed(tensor: Tensor, device: torch.device) -> Tensor:
@@ -232,8 +232,8 @@ class Call(MiniBatch):
             see the leaf in the module.
         ties: the tensors that stages share; None if there are none.
         replicas: those of all stages; None if there are none.
-        moment: another object when the user's code may have changed modules since.
-        quiet: whether all of them are in the host's memory, and nobody watches.
+        user_code_epoch: another object when the user's code may have changed modules since.
+        host_only: whether all of them are in the host's memory, and nobody watches.
     """
 
     def __init__(
@@ -248,7 +248,7 @@ class Call(MiniBatch):
     ) -> None:
         super().__init__(pipeline, m, checkpoint=checkpoint, inline=inline)
         check_collectives(pipeline, grad=self.state.grad, inline=inline)
-        self.moment: object = None
+        self.user_code_epoch: object = None
         self.worker_streams = [worker.lane() for worker in pipeline.workers]
         self._caller_streams = [worker.caller_lane() for worker in pipeline.workers]
         self.streams_of = [self.worker_streams[w] for w in pipeline.worker_of]
@@ -258,7 +258,7 @@ class Call(MiniBatch):
             for j, mode in enumerate(self.modes)
             if mode == "offload" and self.streams_of[j].backend is not None  # else they are there
         }
-        self.quiet = recorder is None and all(
+        self.host_only = recorder is None and all(
             streams.backend is None and same_memory(streams.device, self.worker_streams[0].device)
             for streams in self.worker_streams
         )
@@ -341,7 +341,7 @@ class Call(MiniBatch):
 
     def run_backward(self, steps: Steps, task: Any) -> None:
         """Runs the second half of a program, on whatever thread autograd is."""
-        self.moment = object()
+        self.user_code_epoch = object()
         modes = torch._C._len_torch_dispatch_stack() > 0 or torch._C._autograd._profiler_enabled()
 
         def run_here() -> None:
@@ -366,8 +366,8 @@ class Call(MiniBatch):
         try:
             # The order of locks is: stage before random state.
             run = partial(engine.run, steps, task.bind, self.state, inline=inline)
-            run = partial(let_modules_hold, self.pipeline.that_draw, run)
-            outside_of_turn(run if inline else partial(process_settled, run))
+            run = partial(let_modules_hold, self.pipeline.drawing_modules, run)
+            without_generators(run if inline else partial(process_settled, run))
         finally:
             self.state.leave_devices()
             for offload in self._offloads.values():

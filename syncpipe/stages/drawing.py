@@ -10,7 +10,7 @@ from torch import Tensor
 
 from syncpipe.layers.unpack import spread
 from syncpipe.runtime.random_numbers import (
-    Turn,
+    GeneratorLease,
     fingerprint,
     never_draws,
     run_seeded,
@@ -52,12 +52,12 @@ class Drawing:
         self.trusted = False
         self._touches = False  # the state of a generator was saved or set, and may be in backward
         self._late = frozenset(self.stage.late if run.grad else ())
-        self._quiet = list(map(never_draws, self.stage.partition._modules.values()))
+        self._deterministic = list(map(never_draws, self.stage.partition._modules.values()))
 
     @property
     def cares(self) -> bool:
         """Whether any layer may draw."""
-        return not all(self._quiet)
+        return not all(self._deterministic)
 
     def layers(self, i: int, inputs: Any, record: Any, again: bool) -> Any:
         """As those of a ``StageRun``, but a layer that may draw is given its own numbers."""
@@ -69,7 +69,7 @@ class Drawing:
         try:
             for k, layer in enumerate(run.running._modules.values()):
                 call: Any = partial(spread, layer) if unpack else layer
-                if not self._quiet[k] and (care or self.draws[k] or k in self._late):
+                if not self._deterministic[k] and (care or self.draws[k] or k in self._late):
                     value = self._drawing(i, k, call, value, first, drawn, again)
                 else:
                     value = call(value)
@@ -118,7 +118,7 @@ class Drawing:
             raise RuntimeError(_OTHERWISE.format(stage.layer(k)))
         return value
 
-    def _learn(self, seen: Turn) -> None:
+    def _learn(self, seen: GeneratorLease) -> None:
         if seen.touches:
             whole = self.run.whole.draws  # which goes back as a whole
             whole._touches = True
@@ -146,7 +146,7 @@ class Drawing:
     def backward(self, i: int, run: Callable[..., None], *args: Any) -> None:
         """Runs the backward of cell ``(i, j)``: seeded, as layers are, where it may draw."""
         stage, draws = self.stage, self.backward_draws
-        first = draws is None and not stage.quiet_backward
+        first = draws is None and not stage.backward_is_deterministic
         if first:
             draws = stage.generators.all
         elif draws is None:

@@ -13,7 +13,7 @@ from torch import nn
 
 from syncpipe.runtime.engine import Engine
 from syncpipe.runtime.interrupts import forkable, undone
-from syncpipe.runtime.random_numbers import modules_that_draw, outside_of_turn
+from syncpipe.runtime.random_numbers import modules_that_draw, without_generators
 from syncpipe.runtime.worker import Worker
 from syncpipe.schedules.schedule import Devices
 from syncpipe.schedules.steps import Edge, numbers_of
@@ -49,7 +49,7 @@ class Modes:
                 self._ended.notify_all()
 
         # Whoever changes them, or runs by them, may want a generator that this thread holds.
-        return undone(lambda: (outside_of_turn(enter), run())[1], leave)
+        return undone(lambda: (without_generators(enter), run())[1], leave)
 
     def changing(self, run: Callable[[], _T]) -> _T:
         """Runs something that changes them and puts them back."""
@@ -70,7 +70,7 @@ class Modes:
                     self._changing = None
                     self._ended.notify_all()
 
-        return undone(lambda: (outside_of_turn(enter), run())[1], leave)
+        return undone(lambda: (without_generators(enter), run())[1], leave)
 
 
 class Pipeline:
@@ -148,7 +148,7 @@ class Pipeline:
         return run() if self.engine.is_running() else self.modes.using(run)
 
     @property
-    def that_draw(self) -> list[nn.Module]:
+    def drawing_modules(self) -> list[nn.Module]:
         """The modules, as they are now, that hold generators by themselves while a call runs."""
         return modules_that_draw(self._drawing)
 

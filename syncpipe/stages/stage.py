@@ -115,7 +115,7 @@ class Stage:
         return has_hooks(self.partition)
 
     @property
-    def quiet_backward(self) -> bool:
+    def backward_is_deterministic(self) -> bool:
         """Whether all layers are PyTorch's own, which draw in forward alone, without hooks."""
         return not any(
             has_hooks(m)

@@ -40,7 +40,7 @@ from syncpipe.runtime.engine import Run
 from syncpipe.runtime.errors import annotate
 from syncpipe.runtime.graph import go_back
 from syncpipe.runtime.interrupts import Swap, undone
-from syncpipe.runtime.random_numbers import undisturbed
+from syncpipe.runtime.random_numbers import with_cpu_generator
 from syncpipe.runtime.recomputation import version_of
 from syncpipe.runtime.streams import moved
 from syncpipe.schedules.schedule import Kind
@@ -635,7 +635,7 @@ class _StreamTask(TrainingTask):
         def forward(i: int, messages: list[Message]) -> Sequence[Message]:
             if self._first[j]:
                 with self._stream.lock:
-                    there = undisturbed(partial(self._comes, i))
+                    there = with_cpu_generator(partial(self._comes, i))
             else:
                 there = messages[0].value is not _END
             if not there:

@@ -30,7 +30,7 @@ from syncpipe.layers.conversion.signature import common_outputs
 from syncpipe.runtime.engine import Run
 from syncpipe.runtime.errors import annotate
 from syncpipe.runtime.interrupts import undone
-from syncpipe.runtime.random_numbers import undisturbed
+from syncpipe.runtime.random_numbers import with_cpu_generator
 from syncpipe.runtime.recorder import as_range
 from syncpipe.runtime.streams import moved
 from syncpipe.runtime.thread_state import backward_here, without_autocast
@@ -189,7 +189,7 @@ class TrainingTask:
         source, grad = self._source, self.call.state.grad
         if source.lazy:
             with source.lock:
-                value = undisturbed(partial(self._taken, i))
+                value = with_cpu_generator(partial(self._taken, i))
             value = self.call.to_stage(value, j, self._ready[i])
         else:
             value = source.pull(i)
@@ -218,7 +218,7 @@ class TrainingTask:
             value, k = (output, 0) if edge.skip is None else (skips[edge.skip], 1 + edge.skip)
             value, flags = cell.detached(value)
             event = None
-            if not (self.call.quiet and type(value) is Tensor):
+            if not (self.call.host_only and type(value) is Tensor):
                 value, event = self.call.send(edge, i, value)
             messages.append(_message((value, event, owners[k], flags)))
         return messages
@@ -231,7 +231,9 @@ class TrainingTask:
         if recomputation is None:
             return []
         given = cell.cut.enter(recomputation.inputs)
-        output, skips = run.recompute(recomputation, given, self.call.moment, keep=self._keep)
+        output, skips = run.recompute(
+            recomputation, given, self.call.user_code_epoch, keep=self._keep
+        )
         values = [self._head.given(output)] if self._last[j] else []
         for edge in self._pipeline.outgoing[j]:
             values.append(output if edge.skip is None else skips[edge.skip])
@@ -280,7 +282,7 @@ class TrainingTask:
         made: list[Message] = []
         for edge, part in back:
             event = None
-            if not self.call.quiet:
+            if not self.call.host_only:
                 part, event = self.call.send(edge, i, part, backward=True)
             made.append(_message((part, event, (), ())))
         return made
