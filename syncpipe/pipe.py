@@ -57,7 +57,7 @@ from syncpipe.options import (
 )
 from syncpipe.planner.auto import auto
 from syncpipe.runtime.interrupts import forkable
-from syncpipe.runtime.thread_state import INLINE, driven
+from syncpipe.runtime.thread_state import INLINE, restoring_thread, uncompiled
 from syncpipe.schedules.named import ScheduleLike, shown
 from syncpipe.schedules.stream import Versions
 from syncpipe.stages.pipeline import Pipeline
@@ -735,7 +735,8 @@ class Pipe(ModelNames):
         def run() -> Any:
             how["checkpoint"] = modes if self.training else ("never",) * len(modes)
             how["recorder"] = None if self._trace is None else self._trace.recorder()
-            return driven(function, pipeline, given, inline=INLINE.get(), **how)
+            call = partial(function, pipeline, given, inline=INLINE.get(), **how)
+            return uncompiled(restoring_thread)(call)
 
         return pipeline.with_modes(run) if function is forward else run()
 

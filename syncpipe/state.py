@@ -1,8 +1,8 @@
 """All that a run of layers can change, and how it is put back.
 
-sandboxed   random states, and settings of the thread
-unchanged   these, and all of a module but its parameters: modes, buffers, what hangs on it
-State       all of modules: parameters and gradients as well, and objects of the user's
+restoring_settings   random states, and settings of the thread
+restoring_module     these, and all of a module but its parameters: modes, buffers, what hangs on it
+State                all of modules: parameters and gradients as well, and objects of the user's
 
 What puts things back may be called more than once, in case Ctrl-C comes in the middle of it (see
 ``runtime.interrupts``).
@@ -25,11 +25,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from syncpipe.runtime.interrupts import undone
+from syncpipe.runtime.interrupts import run_and_undo
 from syncpipe.runtime.random_numbers import LOCKS, Generators, put_back_states, states_of
-from syncpipe.runtime.thread_state import settled
+from syncpipe.runtime.thread_state import restoring_thread
 
-__all__ = ["SIMPLE", "State", "same_bits", "same_value", "sandboxed", "unchanged"]
+__all__ = ["SIMPLE", "State", "restoring_module", "restoring_settings", "same_bits", "same_value"]
 
 _T = TypeVar("_T")
 #: What is compared by its value.
@@ -38,7 +38,7 @@ _NO_STATE = (*SIMPLE, type, FunctionType, MethodType, ModuleType)
 _FOREIGN = {*sys.stdlib_module_names, "torch", "numpy", "syncpipe"}
 
 
-def sandboxed(
+def restoring_settings(
     run: Callable[[], _T], devices: Iterable[torch.device], threads: int | None = None
 ) -> _T:
     """Calls a function in training's settings; puts random states and settings back after it.
@@ -73,7 +73,7 @@ def sandboxed(
         for key, state in states.items():
             _held(key, put_back_states, [generators[key]], state)
 
-    return undone(lambda: settled(run_alone), put_back)
+    return run_and_undo(lambda: restoring_thread(run_alone), put_back)
 
 
 def _held(key: tuple[str, int], call: Callable[..., _T], *args: Any) -> _T:
@@ -82,7 +82,7 @@ def _held(key: tuple[str, int], call: Callable[..., _T], *args: Any) -> _T:
         return call(*args)
 
 
-def unchanged(module: nn.Module, run: Callable[[], _T], *, gradients: bool = False) -> _T:
+def restoring_module(module: nn.Module, run: Callable[[], _T], *, gradients: bool = False) -> _T:
     """Calls a function that runs a module, and puts back what that changed, but for parameters.
 
     Of these only the weights of embeddings that shorten their rows as they go (``max_norm``) are
@@ -100,7 +100,7 @@ def unchanged(module: nn.Module, run: Callable[[], _T], *, gradients: bool = Fal
     state = State({"": module}, leave, objects=False)
     for leaf in leave if gradients else ():
         state.add_gradient(leaf)
-    return state.restored(run, devices)
+    return state.restoring(run, devices)
 
 
 class State:
@@ -136,10 +136,10 @@ class State:
         """Another tensor that gets gradients."""
         self._visit("attribute", "", leaf)
 
-    def restored(
+    def restoring(
         self, run: Callable[[], _T], devices: Iterable[torch.device], threads: int | None = None
     ) -> _T:
-        """As :func:`sandboxed`, with no gradients there, and all put back as it was.
+        """As :func:`restoring_settings`, with no gradients there, and all put back as it was.
 
         Hooks that run when a gradient is there (``register_post_accumulate_grad_hook``) do not.
         """
@@ -156,7 +156,7 @@ class State:
                 for call in self._undo:
                     call()
 
-        return undone(lambda: sandboxed(alone, devices, threads), undo)
+        return run_and_undo(lambda: restoring_settings(alone, devices, threads), undo)
 
     def changes(self) -> list[tuple[str, str]]:
         """What is not what it was: of which kind, and where it is, from the layer on.

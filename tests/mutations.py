@@ -43,8 +43,9 @@ PURE = {"balance", "commands", "layers", "planner", "schedules", "timeline", "ve
 #: Calls whose result nobody uses, so that they are there for what they do.
 CALLS = re.compile(
     r"wait|(^|_)(keep|record|receive|hold|held|synchronize|stamp|adopt|claim|bring|notify|lock"
-    r"|register|release|acquire|fetch|let_go|undo|restore|restored|follow|leave)(_|$)"
-    r"|put_back|multithreading|at_fork|outside_of|cancel|deliver|invalidate|for_caller|note_versions"
+    r"|register|release|acquire|fetch|let_go|undo|restore|restoring|follow|leave)(_|$)"
+    r"|put_back|multithreading|at_fork|without_generators|cancel|deliver|invalidate|for_caller"
+    r"|note_versions"
 )
 #: Calls by such names that hold nothing, or without which nothing works at all.
 NOT = re.compile(r"register_(hook|prehook|buffer|parameter|autograd|fake)|_record$|add_to_record")

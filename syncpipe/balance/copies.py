@@ -2,7 +2,7 @@
 
 Ctrl-C may come between any two lines. So nothing of the user's is ever changed and changed back,
 except what has no copy: the states of random generators and a few settings of the thread, which
-``syncpipe.state.sandboxed`` puts back.
+``syncpipe.state.restoring_settings`` puts back.
 """
 
 from __future__ import annotations

@@ -57,11 +57,11 @@ from syncpipe.layers.unpack import call_note, spread, unpacks
 from syncpipe.runtime.errors import annotate
 from syncpipe.runtime.graph import go_back
 from syncpipe.runtime.streams import AcceleratorStreams
-from syncpipe.runtime.thread_state import settled
+from syncpipe.runtime.thread_state import restoring_thread
 from syncpipe.skip import verify_skippables
 from syncpipe.skip.layout import inspect_layout
 from syncpipe.skip.store import SkipKey, use_store
-from syncpipe.state import sandboxed
+from syncpipe.state import restoring_settings
 
 __all__ = [
     "EFFICIENCY", "RESERVE", "estimated", "measure_memory", "profile", "resized", "samples_in",
@@ -406,7 +406,7 @@ class _Visit:
         """
         found: list[float] = []
         while len(found) < LEAST and not compiled(self.layer):
-            found.append(settled(partial(self._outside_operators, self.fresh()[0])))
+            found.append(restoring_thread(partial(self._outside_operators, self.fresh()[0])))
             if clock.monotonic() > until:
                 break
         return min(found, default=0.0)
@@ -524,7 +524,7 @@ class _Profiler:
 
         gpu, real = self._roofline, [device for device in self._used if device.type != "meta"]
         with _bar(progress, len(self._layers)) as bar:
-            found = sandboxed(run, real, threads)
+            found = restoring_settings(run, real, threads)
         names = [
             f"{x} ({torch.cuda.get_device_name(x)})" if x.type == "cuda" else str(x)
             for x in self._used

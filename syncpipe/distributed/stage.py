@@ -59,7 +59,7 @@ from syncpipe.skip.layout import inspect_layout
 from syncpipe.skip.store import use_store
 from syncpipe.stages.run import StageRun
 from syncpipe.stages.stage import Partition, Stage
-from syncpipe.state import unchanged
+from syncpipe.state import restoring_module
 from syncpipe.training.loss_check import LossCounts
 from syncpipe.training.loss_function import known_loss
 
@@ -350,7 +350,7 @@ class Stages(ModelNames):
             return part.outward
 
         part.inputs = [map_tensors(clones, self.sample)] if inward is None else []
-        return unchanged(part, torch.no_grad()(run))
+        return restoring_module(part, torch.no_grad()(run))
 
     def pytorch_stages(self) -> list[Any]:
         """PyTorch's objects for the stages of this rank, as they are connected now."""

@@ -30,7 +30,7 @@ from syncpipe.data import NoChunk, described, map_tensors, scatter, tensors_in
 from syncpipe.layers.conversion.sequential import sequential
 from syncpipe.layers.conversion.signature import model_signature
 from syncpipe.pipe import Pipe
-from syncpipe.state import unchanged
+from syncpipe.state import restoring_module
 
 __all__ = ["LossModel", "pipelined"]
 
@@ -144,7 +144,7 @@ class PipedForward:
     def learn(self, sample: dict[str, Any], few: dict[str, Any], loss_model: LossModel) -> None:
         """Learns a call of the model, and what it returns for a few samples of it."""
         with torch.no_grad():
-            outputs = unchanged(self.model, lambda: self.own(**few))
+            outputs = restoring_module(self.model, lambda: self.own(**few))
         if not isinstance(outputs, dict):
             raise TypeError(
                 f"{type(self.model).__name__} returns a {type(outputs).__name__}: a pipelined "
@@ -334,7 +334,7 @@ def _is_halved(model: nn.Module, losses: Callable[[], Iterator[Tensor]]) -> bool
             one, half = losses()
         return bool(torch.isclose(one, 2 * half, rtol=1e-3))
 
-    return unchanged(model, run)
+    return restoring_module(model, run)
 
 
 @contextmanager

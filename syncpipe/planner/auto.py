@@ -32,7 +32,7 @@ from syncpipe.options import check_flags, counted
 from syncpipe.planner.machine import bytes_on, levels, machine_of, real_devices
 from syncpipe.planner.page import limited_by
 from syncpipe.planner.planning import NoPlan, Plan, layers_of, plan, speeds_of
-from syncpipe.state import unchanged
+from syncpipe.state import restoring_module
 from syncpipe.words import count, in_bytes
 
 __all__ = ["auto"]
@@ -256,7 +256,7 @@ def _tried(
         pipe.train_batch(batch, goal, loss_fn=loss_fn or _mean, verify=False)
         taken(1)  # of the optimizer, for a moment
 
-    unchanged(pipe, step, gradients=True)
+    restoring_module(pipe, step, gradients=True)
     for place in places:
         torch.accelerator.synchronize(place)
     peaks = {str(p): torch.accelerator.max_memory_allocated(p) - n for p, n in before.items()}

@@ -25,7 +25,7 @@ from syncpipe.planner.machine import kind_of, machine_of, places_of, real_device
 from syncpipe.planner.search import ANY, AUTO, NoPlan, check_schedule, choose
 from syncpipe.schedules import build
 from syncpipe.schedules.player import Simulation, simulate
-from syncpipe.state import sandboxed
+from syncpipe.state import restoring_settings
 from syncpipe.timeline.timeline import Timeline
 
 __all__ = ["NoPlan", "Plan", "StagePlan", "layers_of", "plan", "speeds_of"]
@@ -141,7 +141,7 @@ def plan(
         return order, terms, best, alternatives_of(terms, best)
 
     # Beside other work, several threads for small tensors wait for each other most of the time.
-    order, terms, chosen, others = sandboxed(found, (), threads=1)
+    order, terms, chosen, others = restoring_settings(found, (), threads=1)
     real = real and tuple([real[d] for d in order])
     choice = {"chunks": chunks, "stages": stages, "schedule": schedule}
     fixed = frozenset(name for name, value in choice.items() if value not in (None, ANY))

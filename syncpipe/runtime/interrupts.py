@@ -24,7 +24,7 @@ _T = TypeVar("_T")
 Swap = tuple[Any, str, Any]
 
 
-def undone(run: Callable[[], _T], undo: Callable[[], Any] | Iterator[Any]) -> _T:
+def run_and_undo(run: Callable[[], _T], undo: Callable[[], Any] | Iterator[Any]) -> _T:
     """Calls a function, and then takes back what it did, or began to do.
 
     ``undo`` takes everything back, however often it is called, or is an iterator that takes one
@@ -42,7 +42,7 @@ def undone(run: Callable[[], _T], undo: Callable[[], Any] | Iterator[Any]) -> _T
             raise
 
 
-def swapped(swaps: Iterable[Swap], run: Callable[[], _T]) -> _T:
+def with_swaps(swaps: Iterable[Swap], run: Callable[[], _T]) -> _T:
     """Calls a function while other values are in some places, which all have one before."""
     swaps = list(swaps)
     before = [
@@ -54,7 +54,7 @@ def swapped(swaps: Iterable[Swap], run: Callable[[], _T]) -> _T:
         _put(swaps)
         return run()
 
-    return undone(put_and_run, partial(_put, before))
+    return run_and_undo(put_and_run, partial(_put, before))
 
 
 def _put(swaps: Iterable[Swap]) -> None:

@@ -37,7 +37,7 @@ from torch import Tensor, nn
 from torch.nn.modules.lazy import LazyModuleMixin
 
 from syncpipe.data import tensors_in
-from syncpipe.runtime.interrupts import forkable, undone
+from syncpipe.runtime.interrupts import forkable, run_and_undo
 
 _T = TypeVar("_T")
 _Key = tuple[str, int]
@@ -190,7 +190,7 @@ class GeneratorLease:
         lock, other_lock, *_ = [*self._locks, nullcontext(), nullcontext()]
         with lock, other_lock:
             self._before = states_of(self._generators)
-            return undone(
+            return run_and_undo(
                 lambda: self.while_leased(drawing, held=True),
                 lambda: put_back_states(self._generators, self._before),
             )
@@ -208,7 +208,7 @@ class GeneratorLease:
             _thread.lease, self.held = self, held
             return run()
 
-        return undone(begin, end)
+        return run_and_undo(begin, end)
 
     def in_module(self, run: Callable[[], _T]) -> _T:
         """Runs a module that draws, somewhere in the layer."""
@@ -244,14 +244,14 @@ class GeneratorLease:
             return run()
         finally:
             if held:
-                self._reacquire(counts)
+                self._acquire_again(counts)
                 self._before = states_of(self._generators)
                 put_back_states(self._generators, own)
             _thread.lease = self
             if profiling:
                 sys.setprofile(profile)
 
-    def _reacquire(self, counts: list[Any]) -> None:
+    def _acquire_again(self, counts: list[Any]) -> None:
         interrupt: BaseException | None = None
         for lock, count in zip_longest(self._locks, counts):
             while not lock._is_owned():
@@ -276,7 +276,7 @@ class GeneratorLease:
             if sys.getprofile() == self._note_generator_call:
                 sys.setprofile(None)
 
-        output = undone(looked_at, end)
+        output = run_and_undo(looked_at, end)
         self.draws = changed(self._generators, start)
         self.drew_outside |= bool(changed(self._generators, self._own))
         return output
@@ -463,7 +463,7 @@ def let_modules_hold(modules: Sequence[nn.Module], run: Callable[[], _T]) -> _T:
                 if not calls:
                     _leasing.pop(id(module), None)
 
-    return undone(begin, end)
+    return run_and_undo(begin, end)
 
 
 def _call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:

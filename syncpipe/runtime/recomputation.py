@@ -50,7 +50,7 @@ from syncpipe.data import (
 )
 from syncpipe.runtime.errors import annotate
 from syncpipe.runtime.graph import nodes_of
-from syncpipe.runtime.interrupts import Swap, forkable, swapped, undone
+from syncpipe.runtime.interrupts import Swap, forkable, run_and_undo, with_swaps
 from syncpipe.runtime.random_numbers import NoDispatch
 
 _CHECKPOINTING: ContextVar[bool] = ContextVar("syncpipe_checkpointing", default=False)
@@ -151,7 +151,7 @@ class Changes:
         if used is None or any("forward" in each for each in own):
             weights: list[Any] = [module.weight for module in self.renorming]
             return counted(weights, run)
-        return undone(watched, lambda: [each.pop("forward", None) for each in own])
+        return run_and_undo(watched, lambda: [each.pop("forward", None) for each in own])
 
     def with_rows(self, used: list[_Rows], run: Callable[[], Any]) -> Any:
         """Runs a forward again, with the rows of embeddings as it used them."""
@@ -162,7 +162,7 @@ class Changes:
             _put_rows(used)
             return run()
 
-        return undone(begin, partial(_put_rows, before))
+        return run_and_undo(begin, partial(_put_rows, before))
 
     def follow(self, modules: list[nn.Module]) -> None:
         """Goes by the modules that there are now: some may have come in since the last call."""
@@ -453,7 +453,7 @@ class Recomputation:
             swaps = self._swaps(epoch, keep)
             if self.mutates_inputs:
                 inputs = map_tensors(clones, inputs)
-            outputs = swapped(swaps, partial(self.cell, inputs)) if swaps else self.cell(inputs)
+            outputs = with_swaps(swaps, partial(self.cell, inputs)) if swaps else self.cell(inputs)
         except BaseException as error:
             annotate(error, f"while recomputing {self._where}")
             raise

@@ -28,7 +28,7 @@ import torch
 from torch.overrides import _get_current_function_mode_stack, _pop_mode, _push_mode
 from torch.utils._device import DeviceContext
 
-from syncpipe.runtime.interrupts import undone
+from syncpipe.runtime.interrupts import run_and_undo
 
 _P = ParamSpec("_P")
 _T = TypeVar("_T")
@@ -73,11 +73,6 @@ def uncompiled(function: Callable[_P, _T]) -> Callable[_P, _T]:
     return disable(function)  # type: ignore[no-any-return]
 
 
-def driven(driver: Callable[..., Any], *args: Any, **options: Any) -> Any:
-    """Calls a driver; settings of the calling thread are then as they were, Ctrl-C or not."""
-    return uncompiled(settled)(partial(driver, *args, **options))
-
-
 @lru_cache(maxsize=1)
 def _flags() -> list[_Flag]:
     """What gets and sets the values of a thread; after the first four, all autocasts there are.
@@ -117,14 +112,14 @@ def _process_flags() -> list[_Flag]:
     ]
 
 
-def process_settled(run: Callable[[], _T]) -> _T:
+def restoring_process(run: Callable[[], _T]) -> _T:
     """Runs something on several threads; then values of the process are as they were.
 
     Where two layers set one for a while (``with sdpa_kernel(...)``), the later one to end puts back
     what the other had set.
     """
     flags = _process_flags()
-    return undone(run, partial(_set, flags, [get() for get, _ in flags]))
+    return run_and_undo(run, partial(_set, flags, [get() for get, _ in flags]))
 
 
 class CallerState:
@@ -194,7 +189,7 @@ class CallerState:
             yield
 
 
-def settled(run: Callable[[], _T]) -> _T:
+def restoring_thread(run: Callable[[], _T]) -> _T:
     """Runs something; then no modes or hooks of saved tensors are on that were not before, and
     gradients are as they were.
 
@@ -226,7 +221,7 @@ def settled(run: Callable[[], _T]) -> _T:
         while hooks(False) not in (None, before[3]):
             _C._autograd._pop_saved_tensors_default_hooks()
 
-    return undone(closed, undo)
+    return run_and_undo(closed, undo)
 
 
 def backward_here(run: Callable[[], _T]) -> _T:
@@ -237,7 +232,7 @@ def backward_here(run: Callable[[], _T]) -> _T:
         return run()
 
     before = torch._C._is_multithreading_enabled()
-    return undone(inside, partial(torch._C._set_multithreading_enabled, before))
+    return run_and_undo(inside, partial(torch._C._set_multithreading_enabled, before))
 
 
 def without_autocast(state: CallerState, run: Callable[..., _T]) -> Callable[..., _T]:

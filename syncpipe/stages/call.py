@@ -24,13 +24,13 @@ from syncpipe.layers.batchnorm import MiniBatchStatistics
 from syncpipe.layers.ties import check_replicas
 from syncpipe.options import Selective, StageMode
 from syncpipe.runtime.engine import RUNNING, Run
-from syncpipe.runtime.interrupts import Swap, swapped
+from syncpipe.runtime.interrupts import Swap, with_swaps
 from syncpipe.runtime.offload import Offload
 from syncpipe.runtime.random_numbers import draw_seed, let_modules_hold, without_generators
 from syncpipe.runtime.recomputation import is_checkpointing, is_recomputing
 from syncpipe.runtime.recorder import Recorder
 from syncpipe.runtime.streams import AcceleratorStreams, DeviceStreams, accelerators, same_memory
-from syncpipe.runtime.thread_state import CallerState, process_settled, settled
+from syncpipe.runtime.thread_state import CallerState, restoring_process, restoring_thread
 from syncpipe.schedules.schedule import Kind
 from syncpipe.schedules.steps import Edge, Steps
 from syncpipe.skip.store import SkipKey
@@ -169,7 +169,7 @@ def plain(
 
     held = partial(let_modules_hold, pipeline.drawing_modules, run_all)
     # Inside another call's layer or loss: the order of locks is stage before random state.
-    return without_generators(partial(swapped, swaps, held) if swaps else held)
+    return without_generators(partial(with_swaps, swaps, held) if swaps else held)
 
 
 def _placed(tensor: Tensor, device: torch.device) -> Tensor:
@@ -351,7 +351,7 @@ class Call(MiniBatch):
         try:
             # Where this thread cannot wait for workers, or others cannot do what it does.
             if self.inline or modes or RUNNING.get():
-                settled(run_here)
+                restoring_thread(run_here)
             else:
                 self._run(steps, task, inline=False)
         finally:
@@ -367,7 +367,7 @@ class Call(MiniBatch):
             # The order of locks is: stage before random state.
             run = partial(engine.run, steps, task.bind, self.state, inline=inline)
             run = partial(let_modules_hold, self.pipeline.drawing_modules, run)
-            without_generators(run if inline else partial(process_settled, run))
+            without_generators(run if inline else partial(restoring_process, run))
         finally:
             self.state.leave_devices()
             for offload in self._offloads.values():

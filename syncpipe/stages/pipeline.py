@@ -12,7 +12,7 @@ from typing import TypeVar
 from torch import nn
 
 from syncpipe.runtime.engine import Engine
-from syncpipe.runtime.interrupts import forkable, undone
+from syncpipe.runtime.interrupts import forkable, run_and_undo
 from syncpipe.runtime.random_numbers import modules_that_draw, without_generators
 from syncpipe.runtime.worker import Worker
 from syncpipe.schedules.schedule import Devices
@@ -49,7 +49,7 @@ class Modes:
                 self._ended.notify_all()
 
         # Whoever changes them, or runs by them, may want a generator that this thread holds.
-        return undone(lambda: (without_generators(enter), run())[1], leave)
+        return run_and_undo(lambda: (without_generators(enter), run())[1], leave)
 
     def changing(self, run: Callable[[], _T]) -> _T:
         """Runs something that changes them and puts them back."""
@@ -70,7 +70,7 @@ class Modes:
                     self._changing = None
                     self._ended.notify_all()
 
-        return undone(lambda: (without_generators(enter), run())[1], leave)
+        return run_and_undo(lambda: (without_generators(enter), run())[1], leave)
 
 
 class Pipeline:

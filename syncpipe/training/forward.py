@@ -26,7 +26,7 @@ from torch.nn.parameter import is_lazy
 
 from syncpipe.data import described, gather, map_tensors, scatter_sized, tensors_in, users_of
 from syncpipe.runtime.graph import captured, go_back
-from syncpipe.runtime.interrupts import Swap, undone
+from syncpipe.runtime.interrupts import Swap, run_and_undo
 from syncpipe.runtime.recomputation import copy_of, is_small, version_of
 from syncpipe.runtime.streams import moved
 from syncpipe.schedules.named import build
@@ -281,7 +281,7 @@ class Captured(Leaves):
             go_back(roots, grads, keep=self._keep)
             return [leaf.grad for leaf in own]
 
-        return undone(run, map(setattr, own, repeat("grad"), before))
+        return run_and_undo(run, map(setattr, own, repeat("grad"), before))
 
     def pop_grads(self, j: int, leaves: Sequence[Tensor]) -> list[Tensor | None]:
         """As of ``Accumulated``."""

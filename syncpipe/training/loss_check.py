@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from syncpipe.data import flatten, gather, map_tensors, tensors_in, unflatten
 from syncpipe.hints import outside
 from syncpipe.runtime.random_numbers import with_cpu_generator
-from syncpipe.state import SIMPLE, unchanged
+from syncpipe.state import SIMPLE, restoring_module
 from syncpipe.training.loss import Objective
 
 _MOST = 2**26  #: so many bytes of outputs are kept at most, but two micro-batches in any case
@@ -269,7 +269,9 @@ class LossCheck:
         """What the loss function gives once more, which must not count, also in a metric."""
         modules = _modules_of(self.objective.loss_fn.function)
         call = torch.no_grad()(self.objective.call)
-        result = with_cpu_generator(lambda: unchanged(nn.ModuleList(modules), lambda: call(given)))
+        result = with_cpu_generator(
+            lambda: restoring_module(nn.ModuleList(modules), lambda: call(given))
+        )
         return result[0] if isinstance(result, tuple) else result
 
     def _agrees(self, found: Tensor, along: list[int]) -> bool:

@@ -39,7 +39,7 @@ from syncpipe.options import StageMode
 from syncpipe.runtime.engine import Run
 from syncpipe.runtime.errors import annotate
 from syncpipe.runtime.graph import go_back
-from syncpipe.runtime.interrupts import Swap, undone
+from syncpipe.runtime.interrupts import Swap, run_and_undo
 from syncpipe.runtime.random_numbers import with_cpu_generator
 from syncpipe.runtime.recomputation import version_of
 from syncpipe.runtime.streams import moved
@@ -146,7 +146,7 @@ def stream(
             for stage, own in zip(pipeline.stages, weights, strict=True):
                 call.release_to_caller(stage.number, own.state)
 
-        undone(
+        run_and_undo(
             run,
             chain(
                 map(setattr, [pipeline], ["streaming"], [False]),
@@ -450,7 +450,7 @@ class _StageWeights:
         self.kept = max(self.kept, len(self._held))
 
     def undo(self) -> Iterator[Any]:
-        """What puts the newest weights where they were when it began; for ``undone``."""
+        """What puts the newest weights where they were when it began; for ``run_and_undo``."""
         moved = self.parameters if self.leaves else []
         return chain(
             map(Tensor.copy_, self._memory, moved),

@@ -29,7 +29,7 @@ from syncpipe.hints import outside
 from syncpipe.layers.conversion.signature import common_outputs
 from syncpipe.runtime.engine import Run
 from syncpipe.runtime.errors import annotate
-from syncpipe.runtime.interrupts import undone
+from syncpipe.runtime.interrupts import run_and_undo
 from syncpipe.runtime.random_numbers import with_cpu_generator
 from syncpipe.runtime.recorder import as_range
 from syncpipe.runtime.streams import moved
@@ -390,7 +390,7 @@ def train(
                     place.clear()
                 call.run(steps, task)
 
-            undone(run, map(OrderedDict.update, places, hooks))
+            run_and_undo(run, map(OrderedDict.update, places, hooks))
             results = _results(call, head, objective, source)
             if check is not None:
                 counts.compare(check, common_of(pipeline), draws=any(head.draws.values()))
@@ -544,4 +544,4 @@ def _in_eval_mode(module: nn.Module, modules: Sequence[nn.Module], run: Callable
         module.eval()
         return run()
 
-    return undone(lambda: undone(evaluated, back), undo)
+    return run_and_undo(lambda: run_and_undo(evaluated, back), undo)

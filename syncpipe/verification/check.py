@@ -38,12 +38,12 @@ from syncpipe.options import checked_schedule
 from syncpipe.pipe import Pipe
 from syncpipe.runtime.errors import annotate
 from syncpipe.runtime.graph import nodes_of
-from syncpipe.runtime.interrupts import swapped
+from syncpipe.runtime.interrupts import with_swaps
 from syncpipe.runtime.streams import same_memory
 from syncpipe.runtime.thread_state import INLINE
 from syncpipe.schedules.named import SCHEDULES, ScheduleLike, build, shown
 from syncpipe.schedules.schedule import Schedule
-from syncpipe.state import State, unchanged
+from syncpipe.state import State, restoring_module
 from syncpipe.training.loss import Objective
 from syncpipe.training.loss_check import LossCheck, LossCounts
 from syncpipe.training.loss_function import Loss, known_loss
@@ -142,7 +142,7 @@ def verify(
 
         # The loss was checked with these arguments, not with others, and the first call of all is
         # still to come.
-        return swapped([(pipe, "_loss_counts", LossCounts()), (pipe, "_watched", True)], run)
+        return with_swaps([(pipe, "_loss_counts", LossCounts()), (pipe, "_watched", True)], run)
 
 
 class _Check:
@@ -250,7 +250,7 @@ class _Check:
 
             def values(module: nn.Module) -> dict[str, Any]:
                 call = partial(call_arguments, layers, _fresh(input))
-                return unchanged(module, partial(values_of, module, call))
+                return restoring_module(module, partial(values_of, module, call))
 
             found = self._alone(partial(values, layers), "its layers beside the model")
             expected = self._alone(partial(values, model), "itself")
@@ -271,7 +271,7 @@ class _Check:
                 why = f"outputs cannot be put together, and are not compared: {self._apart}"
                 run.not_applicable = why
                 return
-            made = self._state.restored(make, self._devices, threads)
+            made = self._state.restoring(make, self._devices, threads)
             # A tensor of all micro-batches gets one gradient, their sum, in pipe(x).
             rounding = max(self._rounding, 1e-5 if threads and self._common else 0.0)
             for column in COLUMNS:
@@ -317,7 +317,7 @@ class _Check:
 
     def _alone(self, run: Callable[[], _T], on: str) -> _T:
         try:
-            return self._state.restored(run, self._devices, self._share)
+            return self._state.restoring(run, self._devices, self._share)
         except BaseException as error:
             annotate(error, f"in verify: the plain model, {on}")
             raise
@@ -344,7 +344,7 @@ class _Check:
         ]
         found: list[Values] = []
         for order, chunks in ((range(self._m), self._pipe.chunks), ((0,), 1)):
-            plain = partial(swapped, quiet, partial(self._plain, order, chunks))
+            plain = partial(with_swaps, quiet, partial(self._plain, order, chunks))
             try:
                 found.append(self._alone(plain, "on the whole mini-batch"))
             except Exception as error:

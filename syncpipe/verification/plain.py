@@ -203,7 +203,7 @@ def observe(
     for layer in layers:
         state = State({"": layer.module}, leave=[leave])
         twice = partial(_twice, run, layer, whole, store)
-        (again, _), (whole, store) = state.restored(twice, [layer.stage.device])
+        (again, _), (whole, store) = state.restoring(twice, [layer.stage.device])
         pieces = [placed(piece, layer.stage.device) for piece in pieces]
         entering = tensors_in(pieces[0])
         versions = [tensor._version for tensor in entering]

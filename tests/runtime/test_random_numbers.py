@@ -15,7 +15,7 @@ from torch.nn import functional as F
 from syncpipe import inline, is_recomputing
 from syncpipe.runtime import random_numbers
 from syncpipe.runtime.random_numbers import _cell_seed
-from syncpipe.state import sandboxed
+from syncpipe.state import restoring_settings
 from tests.fuzz.models import dawdling
 from tests.support.running import (
     MODES,
@@ -192,7 +192,9 @@ def test_random_states_are_not_read_while_a_layer_has_its_own():
 
     pipe, states = pipe_of(nn.Sequential(nn.Sequential(Noise(), Do(wait)))), []
     with ThreadPoolExecutor(1) as threads:
-        threads.submit(lambda: draws.wait() and sandboxed(lambda: read.set() or ended.wait(), []))
+        threads.submit(
+            lambda: draws.wait() and restoring_settings(lambda: read.set() or ended.wait(), [])
+        )
         torch.manual_seed(5)
         pipe(X)
         ended.set()

@@ -46,7 +46,7 @@ from syncpipe.layers.conversion.signature import Signature, call_input, shape_of
 from syncpipe.layers.conversion.trace import CHECKS, Tracer, Whole, guard
 from syncpipe.runtime.random_numbers import is_compiled
 from syncpipe.skip.skippable import is_skippable
-from syncpipe.state import State, unchanged
+from syncpipe.state import State, restoring_module
 
 __all__ = ["HOOKS", "Converted", "hooks_of", "sequential", "values_of"]
 
@@ -162,13 +162,13 @@ def sequential(
     sample = signature.take(sample_args, sample_kwargs)
     eager = any(map(_is_compiled, model.modules()))
     with torch.compiler.set_stance("force_eager") if eager else nullcontext():
-        found = unchanged(model, partial(_Inlined, model, signature, sample))
+        found = restoring_module(model, partial(_Inlined, model, signature, sample))
         layers = found.layers()
         layers.training = model.training
         layers.origin.begin(layers)
         if verify:
             call = partial(signature.call, sample)
-            unchanged(model, partial(_check_layers, model, layers, call))
+            restoring_module(model, partial(_check_layers, model, layers, call))
     if compiled:
         found.notes.append(f"{name} is compiled, and its layers are not: call pipe.compile()")
     for note in found.notes:
@@ -738,7 +738,7 @@ def _check_layers(model: nn.Module, layers: Converted, call: _Arguments) -> None
 def _compared(model: nn.Module, layers: nn.Module, call: _Arguments, training: bool) -> Comparison:
     """Compares outputs, buffers and, in training, gradients, with the same random numbers."""
     expected, actual = (
-        unchanged(module, lambda: values_of(module.train(training), call, training))  # noqa: B023
+        restoring_module(module, lambda: values_of(module.train(training), call, training))  # noqa: B023
         for module in (model, layers)
     )
     return compare(actual, expected)
