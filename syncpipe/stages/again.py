@@ -27,7 +27,7 @@ from syncpipe.runtime.random_numbers import (
 )
 from syncpipe.runtime.recomputation import ModuleState, Recomputation
 from syncpipe.skip.store import current_store
-from syncpipe.stages.inplace import GuardedInputs, input_flags, overlap_flags
+from syncpipe.stages.inplace import GuardedInputs, input_flags, overlap_flags, own_memory
 
 
 class Record:
@@ -161,18 +161,24 @@ class Again:
 def in_units(whole: Any, i: int, value: Any) -> Any:
     """The layers of a cell, one unit after another: those that are recomputed by themselves."""
     store = current_store() if whole.stage.has_skips else None
+    inputs: Any = (value, ())
+    given = [inputs]  # nothing else writes into the memory of these
+    del value  # a name more would count as another user of the tensor
     for run, again in whole.units:
         unit = run.stage
         unit.partition.training = whole.stage.partition.training
-        popped = tuple([store.pop(key) for key in unit.pops]) if store else ()
-        inputs = (value, popped)
+        inputs = (inputs[0], tuple([store.pop(key) for key in unit.pops]) if store else ())
         if again:
-            value, stashed = run.checkpointed(i, inputs, overlap_flags(inputs))
+            inputs, flags = own_memory(given, inputs, overlap_flags(inputs), all_leaves=False)
+            given.append(inputs)
+            outputs = run.checkpointed(i, inputs, flags)
         else:
-            value, stashed = run.forward(i, inputs)
-        if stashed and store is not None:
-            store.update(zip(unit.stashes, stashed, strict=True))
-    return value
+            outputs = run.forward(i, inputs)
+        if outputs[1] and store is not None:
+            store.update(zip(unit.stashes, outputs[1], strict=True))
+        inputs = outputs
+        del outputs
+    return inputs[0]
 
 
 class _SavedStates(TorchDispatchMode):  # type: ignore[no-untyped-call]

@@ -95,6 +95,51 @@ def test_the_layers_that_are_named_are_recomputed_and_no_others(way, run):
         assert layer.again == (2 if k in named else 0)
 
 
+class Centered(nn.Module):
+    """Moves a buffer in each forward, and hands it on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("center", torch.zeros(3))
+        self.linear = nn.Linear(3, 3)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        with torch.no_grad():
+            self.center.mul_(0.5).add_(x.mean(0))
+        return self.linear(x), self.center
+
+
+class Shifted(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(3, 3)
+
+    def forward(self, pair: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+        return self.linear(pair[0] + pair[1]), pair[1]
+
+
+class Product(nn.Module):
+    def forward(self, pair: tuple[Tensor, Tensor]) -> Tensor:
+        return pair[0] * pair[1]
+
+
+@every_driver
+@pytest.mark.parametrize("named", [[0, 1, 2, 3], [1, 2, 3], [3], [(1, 2), 3]])
+def test_a_buffer_that_a_layer_hands_on_is_the_next_ones_as_it_was(named, run):
+    layers = nn.Sequential(Centered(), Shifted(), Shifted(), Product())
+    plain = copy.deepcopy(layers)
+    pipe = Pipe(layers, [4], devices=FOUR[:1], chunks=4, checkpoint=named)
+    x = torch.randn(8, 3)
+    run(pipe, x)
+    for part in x.chunk(4):
+        y = plain(part)
+        (y.square().sum() if run is forward else y.square().sum() / 24).backward()
+    assert_same(
+        [p.grad for p in pipe.parameters()], [p.grad for p in plain.parameters()], rounded=True
+    )
+    assert torch.equal(pipe[0].center, plain[0].center)
+
+
 #: Of stages with these modes how often the layers are computed again, by what is run.
 OWN_MODES = ("except_last", "never", "always", "never")
 SOME, NONE = (3, 0, 4, 0, 0, 0), (0,) * 6
