@@ -184,12 +184,14 @@ class Changes:
 class ModuleState:
     """The modules of a stage as they are in one call: their modes and their parameters.
 
-    If some parameters have no value yet (``lazy``), it is not good for later cells. Of ``others``,
-    by identity, other tensors stand in the modules: those are not copied.
+    If some parameters have no value yet (``lazy``), later cells need a new one. Tensors with a
+    substitute (``substitute_of``, by identity) are not copied.
     """
 
-    def __init__(self, root: nn.Module, changes: Changes, others: Mapping[int, Tensor]) -> None:
-        self._root, self.changes, self.others = root, changes, others
+    def __init__(
+        self, root: nn.Module, changes: Changes, substitute_of: Mapping[int, Tensor]
+    ) -> None:
+        self._root, self.changes, self.substitute_of = root, changes, substitute_of
         self._modules, self._marks = _walk(root)
         self._states = [(m, m.training, _numbers(m), dict(m._parameters)) for m in self._modules]
         found = {p: None for *_, own in self._states for p in own.values() if p is not None}
@@ -197,7 +199,7 @@ class ModuleState:
         self.lazy = len(self._parameters) < len(found)
         self._flags = [p.requires_grad for p in self._parameters]
         self._tracked = [p for p in self._parameters if not p.is_inference()]
-        self._computing = [others.get(id(p), p) for p in self._tracked]
+        self._computing = [substitute_of.get(id(p), p) for p in self._tracked]
         self.note_versions()
         self._checked: tuple[object, list[Swap]] | None = None
         self.first = True  # no cell went forward yet
@@ -369,7 +371,7 @@ class Recomputation:
                 place = module, name
                 if buffer is None:
                     self._noted.append(_Noted(place, None, 0, None, None))
-                elif id(buffer) in modules.others:
+                elif id(buffer) in modules.substitute_of:
                     continue
                 elif is_lazy(buffer):
                     self._lazy.append(place)

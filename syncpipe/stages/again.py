@@ -109,7 +109,7 @@ class Again:
         return outputs, cell
 
     def _module_state(self) -> ModuleState:
-        return ModuleState(self.stage.partition, self.stage.changes, self.run.others)
+        return ModuleState(self.stage.partition, self.stage.changes, self.run.substitute_of)
 
     def _selectively(self, i: int, record: Record, again: bool, run: Callable[[], Any]) -> Any:
         assert record.saved is not None

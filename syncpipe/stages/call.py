@@ -40,9 +40,9 @@ from syncpipe.stages.run import StageRun
 from syncpipe.stages.sharing import (
     CallReplicas,
     CallTies,
-    knows_itself,
-    stand_in,
+    has_own_forward,
     substitute,
+    use_substitutes,
 )
 
 
@@ -136,7 +136,7 @@ def plain(
             and not same_memory(tie.tensor.device, run.stage.device)
         }
         if there:
-            stand_in(run, there, {})
+            use_substitutes(run, there, {})
 
     def cell(i: int, value: Any, owners: Sequence[int], store: dict[SkipKey, Any], j: int) -> Any:
         run, stage = runs[j], runs[j].stage
@@ -227,8 +227,8 @@ class Call(MiniBatch):
         worker_streams: for each worker its device and streams.
         streams_of: for each stage those of its worker.
         caller_streams_of: for each those on which the caller works on its device.
-        instead: for each, by the identity of a tensor of its modules, what stands for it.
-        originals: by the identity of each of these leaves what it stands for: other threads may
+        substitute_of: for each, by the identity of a tensor of its modules, what stands for it.
+        original_of: by the identity of each of these leaves what it stands for: other threads may
             see the leaf in the module.
         ties: the tensors that stages share; None if there are none.
         replicas: those of all stages; None if there are none.
@@ -266,10 +266,10 @@ class Call(MiniBatch):
         self.recorder = recorder
         if recorder is not None:
             recorder.begin(self.worker_streams, pipeline.placement)
-        self.instead: list[dict[int, Tensor]] = [{} for _ in pipeline.stages]
-        self.originals: dict[int, Tensor] = {}
+        self.substitute_of: list[dict[int, Tensor]] = [{} for _ in pipeline.stages]
+        self.original_of: dict[int, Tensor] = {}
         if graph and self.state.grad:
-            self._stand_in_for_hooked()
+            self._substitute_hooked()
         self.ties: CallTies | None = None
         self.replicas: CallReplicas | None = None
         self._wait_for_caller()  # what follows copies weights that it has just updated, perhaps
@@ -279,14 +279,14 @@ class Call(MiniBatch):
         if len(pipeline.stages) > pipeline.n:
             self.replicas = CallReplicas(self)
         shallow: dict[Any, Any] = {}
-        if any(self.instead):
+        if any(self.substitute_of):
             watched = [
-                j for j, others in enumerate(self.instead) if others and self._seen(j, graph)
+                j for j, own in enumerate(self.substitute_of) if own and self._seen(j, graph)
             ]
             shallow = pipeline.shared.copies_of_modules(ties, self.runs, watched)
-        for run, others in zip(self.runs, self.instead, strict=True):
-            if others or run.stage in shallow:
-                stand_in(run, others, shallow)
+        for run, own in zip(self.runs, self.substitute_of, strict=True):
+            if own or run.stage in shallow:
+                use_substitutes(run, own, shallow)
         edges = pipeline.edges if self.ties is None else (*pipeline.edges, *self.ties.edges)
         # For each edge, and micro-batches until all replicas come round again.
         self._round = lcm(*map(len, pipeline.numbers))
@@ -301,7 +301,7 @@ class Call(MiniBatch):
         Modules that cannot be copied are then the stage's own for the time of a run.
         """
         worker_of, n = self.pipeline.worker_of, self.pipeline.n
-        if not any(map(knows_itself, self.runs[j].partition.modules())):
+        if not any(map(has_own_forward, self.runs[j].partition.modules())):
             return True
         return worker_of[j] != worker_of[n - 1] and not (graph or self.inline)
 
@@ -314,7 +314,7 @@ class Call(MiniBatch):
         for streams, caller in zip(self.worker_streams, self._caller_streams, strict=True):
             streams.wait_for(caller)
 
-    def _stand_in_for_hooked(self) -> None:
+    def _substitute_hooked(self) -> None:
         """Lets leaves of the same memory stand for tensors that have hooks, or a graph: these are
         for the caller's graph, once."""
         for stage in self.pipeline.stages[: self.pipeline.n]:
@@ -324,8 +324,8 @@ class Call(MiniBatch):
                         continue
                     if tensor._backward_hooks or not tensor.is_leaf:
                         leaf = substitute(tensor, tensor, True)  # counts the same versions
-                        leaf = self.instead[stage.number].setdefault(id(tensor), leaf)
-                        self.originals[id(leaf)] = tensor
+                        leaf = self.substitute_of[stage.number].setdefault(id(tensor), leaf)
+                        self.original_of[id(leaf)] = tensor
 
     def run(self, steps: Steps, task: Any) -> None:
         """Runs a program to its end. The caller's streams then wait for all that it did.

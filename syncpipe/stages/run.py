@@ -57,8 +57,8 @@ class StageRun:
         through: how many cells went forward so far, in a list (which units have in common).
         statistics: collects those of deferred BatchNorm, for all replicas of the stage.
         whole: that of the stage of which this is a unit; or itself.
-        others: by the identity of a tensor of its modules what it computes with instead: ``swaps``
-            put that into the modules for the time of a run, or ``shallow`` copies of them have it.
+        substitute_of: by the identity of a tensor of its modules, the tensor that its cells use:
+            ``swaps`` put it into the modules during a run, or ``shallow`` copies of them have it.
         units: its pieces, if they are recomputed one by one, and whether each is.
         draws: what is known of the random numbers of its layers.
         again: how its cells are recomputed.
@@ -79,7 +79,7 @@ class StageRun:
         self.whole: StageRun = whole or self
         self.through: list[int] = whole.through if whole else [0]
         self.statistics: MiniBatchStatistics | None = None
-        self.others: dict[int, Any] = {}
+        self.substitute_of: dict[int, Any] = {}
         self.swaps: Sequence[Swap] = ()
         self.shallow: Any = None  # a ShallowCopy
         self.first = stage.j == 0 and stage.whole is None

@@ -51,11 +51,11 @@ from syncpipe.schedules.steps import Edge
 from syncpipe.stages.run import StageRun
 from syncpipe.stages.stage import Partition, Stage
 
-_KNOWING = ("forward", "_compiled_call_impl")
+_OWN_FORWARD = ("forward", "_compiled_call_impl")
 _OF_PIPES = ("_layout", "_modules", "_pipeline")  #: what a copy of one has made of copied layers
 _MISSING = object()
 
-# In all of this ``others`` says, by the identity of a tensor, what is in its place.
+# In all of this ``substitute_of`` says, by the identity of a tensor, what is in its place.
 
 
 def substitute(tensor: Tensor, value: Tensor, trained: bool | None = None) -> Tensor:
@@ -68,34 +68,40 @@ def substitute(tensor: Tensor, value: Tensor, trained: bool | None = None) -> Te
     )
 
 
-def stand_in(run: StageRun, others: dict[int, Tensor], shallow: dict[Stage, ShallowCopy]) -> None:
+def use_substitutes(
+    run: StageRun, substitute_of: dict[int, Tensor], shallow: dict[Stage, ShallowCopy]
+) -> None:
     """Lets the cells of a stage compute with other tensors."""
     for each in run.all:
-        each.others, each.shallow = others, shallow.get(each.stage)
-        each.swaps = [] if each.shallow else swaps_of(each.partition, others)
+        each.substitute_of, each.shallow = substitute_of, shallow.get(each.stage)
+        each.swaps = [] if each.shallow else swaps_of(each.partition, substitute_of)
         each.stage.changes.any = True  # what is in modules is seen by all threads
 
 
-def swaps_of(partition: nn.Module, others: dict[int, Tensor]) -> list[Swap]:
+def swaps_of(partition: nn.Module, substitute_of: dict[int, Tensor]) -> list[Swap]:
     """What lets the modules themselves compute with other tensors."""
     found: list[Swap] = []
     for module in partition.modules():
         for held in (module._parameters, module._buffers):
-            found += [(held, name, others[id(t)]) for name, t in held.items() if id(t) in others]
+            found += [
+                (held, name, substitute_of[id(t)])
+                for name, t in held.items()
+                if id(t) in substitute_of
+            ]
         for name, value in module.__dict__.items():
-            if type(value) is list and any(id(item) in others for item in value):
-                found.append((module.__dict__, name, _replaced(value, others)))
+            if type(value) is list and any(id(item) in substitute_of for item in value):
+                found.append((module.__dict__, name, _substituted(value, substitute_of)))
     return found
 
 
-def _replaced(weights: list[Any], others: dict[int, Tensor]) -> list[Any]:
+def _substituted(weights: list[Any], substitute_of: dict[int, Tensor]) -> list[Any]:
     """A list with other tensors, as the flat weights of an LSTM."""
-    return [others.get(id(item), item) for item in weights]
+    return [substitute_of.get(id(item), item) for item in weights]
 
 
-def knows_itself(module: nn.Module) -> bool:
+def has_own_forward(module: nn.Module) -> bool:
     """Whether a module has a ``forward`` of its own, so that it cannot be copied."""
-    own = [module.__dict__.get(name) for name in _KNOWING]
+    own = [module.__dict__.get(name) for name in _OWN_FORWARD]
     return any(value is not None and type(value) is not MethodType for value in own)
 
 
@@ -106,10 +112,10 @@ class ShallowCopy:
         self._original = partition
         self._made: dict[int, tuple[nn.Module, Any]] = {}
         self._first: list[tuple[Any, Any, dict[str, Any], Sequence[str]]] = []
-        self._originals: dict[int, Any] = {}
+        self._original_of: dict[int, Any] = {}
         self.partition: Any = self.follow({})
 
-    def follow(self, others: dict[int, Tensor]) -> Any:
+    def follow(self, substitute_of: dict[int, Tensor]) -> Any:
         """The copy, made what the modules are now.
 
         Raises:
@@ -117,12 +123,12 @@ class ShallowCopy:
         """
         made: dict[int, tuple[nn.Module, Any]] = {}
         first: list[tuple[Any, Any, dict[str, Any], Sequence[str]]] = []
-        own = [t for *_, t in places_of(self._original) if id(t) in others]
-        originals: dict[int, Any] = {id(others[id(tensor)]): tensor for tensor in own}
+        own = [t for *_, t in places_of(self._original) if id(t) in substitute_of]
+        original_of: dict[int, Any] = {id(substitute_of[id(tensor)]): tensor for tensor in own}
         inside: set[nn.Module] = set()
         for _, module in self._original.named_modules(inside):
             pipe = getattr(module, "_syncpipe_skips_are_internal", False)
-            if pipe and not any(id(p) in others for p in module.parameters()):
+            if pipe and not any(id(p) in substitute_of for p in module.parameters()):
                 inside.update(module.modules())  # its layers stay as they are
                 continue
             _, other = self._made.get(id(module), (None, None))
@@ -130,16 +136,16 @@ class ShallowCopy:
                 other = object.__new__(type(module))
             made[id(module)] = module, other
         for module, other in made.values():
-            state = _state(module, others, made)
+            state = _state(module, substitute_of, made)
             object.__setattr__(other, "__dict__", state)  # `__setattr__` may be the user's
-            originals[id(other)] = module
+            original_of[id(other)] = module
             internal = _OF_PIPES if hasattr(module, "_syncpipe_skips_are_internal") else ()
             for name in ("__dict__", "_parameters", "_modules", "_buffers"):
                 there, here = getattr(module, name), getattr(other, name)
                 if there is not here:
                     first.append((there, here, dict(here), internal))
         # Only now: copies that Ctrl-C came between are these next time, too.
-        self._made, self._first, self._originals = made, first, originals
+        self._made, self._first, self._original_of = made, first, original_of
         self.partition = made[id(self._original)][1]
         return self.partition
 
@@ -153,19 +159,19 @@ class ShallowCopy:
                 if value is _MISSING:
                     there.pop(name, None)
                 else:
-                    there[name] = self._originals.get(id(value), value)
+                    there[name] = self._original_of.get(id(value), value)
 
 
 def _state(
-    module: nn.Module, others: dict[int, Tensor], made: dict[int, tuple[nn.Module, Any]]
+    module: nn.Module, substitute_of: dict[int, Tensor], made: dict[int, tuple[nn.Module, Any]]
 ) -> dict[str, Any]:
     state = {ORIGINAL: module, **module.__dict__}  # that of a copy of a copy stays
     for name, value in list(state.items()):
         if type(value) is MethodType and id(value.__self__) in made:
             state[name] = MethodType(value.__func__, made[id(value.__self__)][1])
-        elif type(value) is list and any(id(item) in others for item in value):
-            state[name] = _replaced(value, others)
-        elif others and name in _KNOWING and value is not None:
+        elif type(value) is list and any(id(item) in substitute_of for item in value):
+            state[name] = _substituted(value, substitute_of)
+        elif substitute_of and name in _OWN_FORWARD and value is not None:
             raise ValueError(
                 f"a {type(module).__name__} has replicas, or weights in common with another "
                 "stage, so that shallow copies of it run; and its forward was compiled, or put "
@@ -176,9 +182,9 @@ def _state(
     state["_modules"] = {
         name: made.get(id(child), (None, child))[1] for name, child in module._modules.items()
     }
-    state["_parameters"] = {k: others.get(id(t), t) for k, t in module._parameters.items()}
-    if any(id(t) in others for t in module._buffers.values()):
-        state["_buffers"] = {k: others.get(id(t), t) for k, t in module._buffers.items()}
+    state["_parameters"] = {k: substitute_of.get(id(t), t) for k, t in module._parameters.items()}
+    if any(id(t) in substitute_of for t in module._buffers.values()):
+        state["_buffers"] = {k: substitute_of.get(id(t), t) for k, t in module._buffers.items()}
     return state
 
 
@@ -265,7 +271,7 @@ class SharedTensors:
 
 class CallTies:
     """The tied tensors of one call, whose streams wait for the caller already; to be made on the
-    caller's thread. Fills ``instead`` and ``originals`` of the call.
+    caller's thread. Fills ``substitute_of`` and ``original_of`` of the call.
 
     Attributes:
         edges: over which gradients go back, from a stage to the one before it that has the weight.
@@ -276,7 +282,7 @@ class CallTies:
     """
 
     def __init__(self, call: Any, ties: Sequence[Tie], *, in_order: bool) -> None:
-        streams_of, grad, instead = call.streams_of, call.state.grad, call.instead
+        streams_of, grad, substitute_of = call.streams_of, call.state.grad, call.substitute_of
         # One worker alone goes forward in the plain model's order: what is written into a tied
         # tensor is then seen as there.
         alone = all(each is streams_of[0] for each in streams_of)
@@ -293,10 +299,10 @@ class CallTies:
             for j in tie.stages[1:]:
                 owner, streams = streams_of[tie.stages[0]], streams_of[j]
                 if trained or not same_memory(owner.device, streams.device):
-                    leaf = instead[j][id(tie.tensor)] = self._leaves.leaf(
+                    leaf = substitute_of[j][id(tie.tensor)] = self._leaves.leaf(
                         tie.tensor, owner, streams
                     )
-                    call.originals[id(leaf)] = tie.tensor
+                    call.original_of[id(leaf)] = tie.tensor
                     self.leaves[j] += [leaf] if trained else []
             for source, target in pairwise(tie.stages if trained else ()):
                 hops.setdefault((target, source), []).append(tie.tensor)
@@ -308,7 +314,7 @@ class CallTies:
         self.senders: list[list[tuple[Edge, list[Tensor]]]] = [[] for _ in streams_of]
         for edge in self.edges:
             tensors = hops[edge.target, edge.source]
-            here, there = instead[edge.source], instead[edge.target]
+            here, there = substitute_of[edge.source], substitute_of[edge.target]
             self.receivers[edge.source].append([here.get(id(t), t) for t in tensors])
             self.senders[edge.target].append((edge, [there[id(t)] for t in tensors]))
 
@@ -398,11 +404,11 @@ class CallReplicas:
             _check_replicated(runs[j].stage)
             tensors = list({id(t): t for *_, t in places_of(runs[j].partition)}.values())
             trained = [t for t in tensors if call.state.grad and t.requires_grad]
-            self.trained[j] = [call.instead[j].get(id(t), t) for t in trained]
+            self.trained[j] = [call.substitute_of[j].get(id(t), t) for t in trained]
             for k, (number, replica) in enumerate(zip(others, replicas, strict=True), 1):
                 replica.follow(tensors, streams_of[j], streams_of[number])
                 own = self.trained[number] = list(map(replica.of, trained))
-                call.originals.update(zip(map(id, own), trained, strict=True))
+                call.original_of.update(zip(map(id, own), trained, strict=True))
                 if k < runs[j].m:  # else it has no micro-batch in this call
                     self._trust(runs[j], runs[number])
             for stage in [runs[number].stage for number in (j, *others)]:

@@ -303,7 +303,7 @@ class Accumulated(Leaves):
         """
         for leaf in new:
             # Of a leaf that stands for another one nobody asks for the gradient here.
-            original = self._call.originals.get(id(leaf), leaf)
+            original = self._call.original_of.get(id(leaf), leaf)
             _, owner = self._owner.setdefault(id(original), (original, j))  # atomic
             if original is not leaf or self._worker_of[owner] != self._worker_of[j]:
                 raise RuntimeError(self._shared(original, owner, j))

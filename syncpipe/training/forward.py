@@ -103,7 +103,9 @@ class Captured(Leaves):
 
     def __init__(self, call: Call, micro_batches: list[Any]) -> None:
         stages = call.pipeline.stages
-        inside = [chain(_tensors_of(s.partition), call.instead[s.number].values()) for s in stages]
+        inside = [
+            chain(_tensors_of(s.partition), call.substitute_of[s.number].values()) for s in stages
+        ]
         super().__init__(call, inside)
         if call.ties is not None:  # the layers of a stage compute with copies of what is another's
             for j in range(call.pipeline.n):
@@ -153,7 +155,7 @@ class Captured(Leaves):
         call, n = self._call, self._call.pipeline.n
         given: dict[int, tuple[Tensor, list[tuple[int, Tensor]]]] = {}
         for j, stage in enumerate(call.pipeline.stages):
-            ties, instead, own = call.ties, call.instead[j], dict(self._found[j])
+            ties, substitute_of, own = call.ties, call.substitute_of[j], dict(self._found[j])
             if j >= n:
                 assert call.replicas is not None
                 self._own[j] = [*own.values(), *call.replicas.trained[j]]
@@ -165,8 +167,8 @@ class Captured(Leaves):
             for tensor in own.values():
                 if tensor.requires_grad:
                     found = id(tensor) in self._found[j]
-                    leaf = tensor if found else instead.get(id(tensor), tensor)
-                    tensor = call.originals.get(id(tensor), tensor)
+                    leaf = tensor if found else substitute_of.get(id(tensor), tensor)
+                    tensor = call.original_of.get(id(tensor), tensor)
                     given.setdefault(id(tensor), (tensor, []))[1].append((j, leaf))
                     if j < n:
                         self._own[j].append(leaf)
@@ -174,7 +176,7 @@ class Captured(Leaves):
                 self._own[j] += ties.leaves[j]
         if not any(self.nested):  # where a graph does not show all leaves
             leaves = [*chain(*self._found), *[id(node.variable) for node in chain(*self._nodes)]]
-            used = {id(call.originals[k]) if k in call.originals else k for k in leaves}
+            used = {id(call.original_of[k]) if k in call.original_of else k for k in leaves}
             given = {k: found for k, found in given.items() if k in used}
         self._given, self._nodes = list(given.values()), []
 

@@ -130,7 +130,7 @@ def stream(
             weights.extend(map(weights_of, pipeline.stages[n:]))
             copied.extend(chain.from_iterable(own.parameters for own in weights[n:]))
             for stage, own in zip(pipeline.stages, weights, strict=True):
-                own.stand_in(call.runs[stage.number])
+                own.use_versions(call.runs[stage.number])
             leaves = _StreamLeaves(call, weights)
             head = LossHead(call, source, leaves, keep_outputs=False)
             program: Any = StreamSteps(
@@ -354,14 +354,14 @@ class _StageWeights:
             for run, swaps in self._swaps:
                 run.swaps = swaps[id(self._current)]
 
-    def stand_in(self, run: StageRun) -> None:
+    def use_versions(self, run: StageRun) -> None:
         """Lets the cells of the stage compute with the version in use."""
         for each in run.all:
             swaps: dict[int, list[Swap]] = {}
             for leaves in self.leaves:
                 others = dict(zip(map(id, self.parameters), leaves, strict=True))
                 others.update(zip(map(id, self._fixed), map(_leaf, self._fixed), strict=True))
-                each.others = others  # by whose versions a recomputation goes
+                each.substitute_of = others  # by whose versions a recomputation goes
                 swaps[id(leaves)] = swaps_of(each.partition, others)
             self._swaps.append((each, swaps))
 
