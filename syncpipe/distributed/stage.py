@@ -186,7 +186,7 @@ class StageModule(Partition):
         """
         self._micro_batch = i
         found = module(self.inputs[i]) if self.inward is None else module(*wire)
-        self.run.through[0] += 1
+        self.run.forwards_done[0] += 1
         return found if self.head is None else self.head(i, found)
 
     def forward(self, *given: Any) -> Any:

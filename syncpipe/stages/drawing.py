@@ -59,18 +59,18 @@ class Drawing:
         """Whether any layer may draw."""
         return not all(self._deterministic)
 
-    def layers(self, i: int, inputs: Any, record: Any, again: bool) -> Any:
+    def layers(self, i: int, inputs: Any, record: Any, recomputing: bool) -> Any:
         """As those of a ``StageRun``, but a layer that may draw is given its own numbers."""
         run, stage, value = self.run, self.stage, inputs[0]
         drawn = None if record is None else record.drawn
-        first = not again and not run.through[0]
+        first = not recomputing and not run.forwards_done[0]
         care, unpack = first or drawn is not None, stage.partition.unpack
         k, layer = 0, None
         try:
             for k, layer in enumerate(run.running._modules.values()):
                 call: Any = partial(spread, layer) if unpack else layer
                 if not self._deterministic[k] and (care or self.draws[k] or k in self._late):
-                    value = self._drawing(i, k, call, value, first, drawn, again)
+                    value = self._drawing(i, k, call, value, first, drawn, recomputing)
                 else:
                     value = call(value)
         except BaseException as error:
@@ -79,16 +79,17 @@ class Drawing:
         return value, ()
 
     def _drawing(
-        self, i: int, k: int, layer: Any, value: Any, first: bool, drawn: Drawn | None, again: bool
-    ) -> Any:
+        self, i: int, k: int, layer: Any, value: Any, first: bool, drawn: Drawn | None,
+        recomputing: bool,
+    ) -> Any:  # fmt: skip
         """A layer that draws, or may do so."""
         stage, everything = self.stage, self.stage.generators.all
         late = k in self._late
         # Of a layer that is trusted: what holds the generators anyway may as well be observed.
         known = self.trusted and not self.draws[k] & everything
-        observe = not again and (late or (first and not known))
+        observe = not recomputing and (late or (first and not known))
         which, wanted = everything if observe else self.draws[k], None
-        if again:
+        if recomputing:
             unknown = everything, None  # the forward has not come so far
             which, wanted = (0, None) if drawn is None else drawn.get(k, unknown)
         elif drawn is not None:
@@ -110,7 +111,7 @@ class Drawing:
                     stage.late.add(k)
         else:
             value = layer(value)
-        if drawn is not None and not again:
+        if drawn is not None and not recomputing:
             drawn[k] = self.draws[k], (fingerprint(value), ends)
         elif wanted is not None and not _is_same(wanted, (fingerprint(value), ends)):
             stage.late.add(k)
@@ -120,10 +121,10 @@ class Drawing:
 
     def _learn(self, seen: GeneratorLease) -> None:
         if seen.touches:
-            whole = self.run.whole.draws  # which goes back as a whole
-            whole._touches = True
-            if whole.backward_draws is not None:
-                whole.backward_draws = self.stage.generators.all
+            parent = self.run.parent.draws  # which goes back as a whole
+            parent._touches = True
+            if parent.backward_draws is not None:
+                parent.backward_draws = self.stage.generators.all
 
     def loss(
         self, i: int, function: Callable[[Any], Any], given: Any, draws: int | None
@@ -173,10 +174,10 @@ def compared(run: Any, inner: Any) -> Any:
     if not (run.stage.stashes or run.stage.hooked):
         return inner
 
-    def outer(i: int, inputs: Any, record: Any, again: bool) -> Any:
-        outputs = inner(i, inputs, record, again)
+    def outer(i: int, inputs: Any, record: Any, recomputing: bool) -> Any:
+        outputs = inner(i, inputs, record, recomputing)
         found = [] if record is None else fingerprint(outputs)
-        if record is not None and not again:
+        if record is not None and not recomputing:
             record.drawn[_OUTPUTS] = found
         elif record is not None and not same_fingerprints(record.drawn.get(_OUTPUTS, found), found):
             raise RuntimeError(_OTHERWISE.format(f"{run.words} {i}"))

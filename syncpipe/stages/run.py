@@ -6,9 +6,9 @@ This is all that a plain stage does. What else there may be, plugs in at four pl
 once for a call, so that a stage that has nothing of it pays nothing for it:
 
     layers      in place of the loop over the layers         ``drawing``: random numbers; units
-    WRAPPERS    around a cell, forward and again             ``wrappers``: skips, hooks, tensors
+    WRAPPERS    around a cell, forward and recompute         ``wrappers``: skips, hooks, tensors
     guard       around a forward whose inputs are others'    ``inplace``
-    recompute   in place of a forward                        ``again``
+    recompute   in place of a forward                        ``recompute``
 """
 
 from __future__ import annotations
@@ -26,8 +26,7 @@ from syncpipe.runtime.errors import annotate
 from syncpipe.runtime.interrupts import Swap
 from syncpipe.runtime.recomputation import OUTERMOST, Recomputation
 from syncpipe.runtime.recorder import as_range
-from syncpipe.stages import again as recomputing
-from syncpipe.stages import drawing, wrappers
+from syncpipe.stages import drawing, recompute, wrappers
 from syncpipe.stages.inplace import GuardedInputs, input_flags, may_write
 from syncpipe.stages.stage import Stage
 
@@ -54,14 +53,14 @@ class StageRun:
     """A stage in one call of ``m`` micro-batches, bound to what is the same for all of its cells.
 
     Attributes:
-        through: how many cells went forward so far, in a list (which units have in common).
+        forwards_done: how many cells went forward so far, in a list (which units have in common).
         statistics: collects those of deferred BatchNorm, for all replicas of the stage.
-        whole: that of the stage of which this is a unit; or itself.
+        parent: that of the stage of which this is a unit; or itself.
         substitute_of: by the identity of a tensor of its modules, the tensor that its cells use:
             ``swaps`` put it into the modules during a run, or ``shallow`` copies of them have it.
         units: its pieces, if they are recomputed one by one, and whether each is.
         draws: what is known of the random numbers of its layers.
-        again: how its cells are recomputed.
+        recomputation: how its cells are recomputed.
     """
 
     def __init__(
@@ -72,25 +71,25 @@ class StageRun:
         mode: StageMode,
         *,
         grad: bool,
-        whole: StageRun | None = None,
+        parent: StageRun | None = None,
     ) -> None:
         self.stage, self.m, self.seed, self.grad = stage, m, seed, grad
         self.partition = self.running = stage.partition
-        self.whole: StageRun = whole or self
-        self.through: list[int] = whole.through if whole else [0]
+        self.parent: StageRun = parent or self
+        self.forwards_done: list[int] = parent.forwards_done if parent else [0]
         self.statistics: MiniBatchStatistics | None = None
         self.substitute_of: dict[int, Any] = {}
         self.swaps: Sequence[Swap] = ()
         self.shallow: Any = None  # a ShallowCopy
-        self.first = stage.j == 0 and stage.whole is None
+        self.first = stage.j == 0 and stage.parent is None
         self.words = f"stage {stage.j} ({stage.layers_in_words}), micro-batch"
         self.units = [
-            (StageRun(unit, m, seed, "never", grad=grad, whole=self), again)
-            for unit, again in (stage.units(mode.spans) if isinstance(mode, ByLayer) else ())
+            (StageRun(unit, m, seed, "never", grad=grad, parent=self), recomputed)
+            for unit, recomputed in (stage.units(mode.spans) if isinstance(mode, ByLayer) else ())
         ]
-        self._counts = stage.whole is None
+        self._counts = stage.parent is None
         self.draws = drawing.Drawing(self)
-        self.again = recomputing.Again(self, mode)
+        self.recomputation = recompute.StageRecomputation(self, mode)
 
     @property
     def all(self) -> list[StageRun]:
@@ -116,7 +115,7 @@ class StageRun:
         plain = not (owners or self.stage.changes.any or profiler._is_profiler_enabled)
         if plain and not (self.first and self.writes):
             outputs = self.cell(i, inputs, None, False)  # mostly
-            self.through[0] += self._counts
+            self.forwards_done[0] += self._counts
             return outputs
         return self.locked(self._guarded, i, inputs, owners, target)
 
@@ -135,17 +134,17 @@ class StageRun:
 
     def count(self) -> None:
         """A cell went forward."""
-        self.through[0] += self._counts
-        if self.stage.commits and self.through[0] == self.m and self.statistics is not None:
+        self.forwards_done[0] += self._counts
+        if self.stage.commits and self.forwards_done[0] == self.m and self.statistics is not None:
             self.statistics.commit()
 
-    def run(self, i: int, inputs: Inputs, record: Any, again: bool) -> Inputs:
+    def run(self, i: int, inputs: Inputs, record: Any, recomputing: bool) -> Inputs:
         """The layers of a cell, with all that may be around them."""
         if profiler._is_profiler_enabled:
-            kind = "recompute" if again else "forward"
+            kind = "recompute" if recomputing else "forward"
             name = f"syncpipe {kind} stage {self.stage.j} micro-batch {i}"
-            return as_range(name, self.cell, i, inputs, record, again)
-        return self.cell(i, inputs, record, again)
+            return as_range(name, self.cell, i, inputs, record, recomputing)
+        return self.cell(i, inputs, record, recomputing)
 
     @cached_property
     def cell(self) -> Runner:
@@ -158,7 +157,7 @@ class StageRun:
             run = wrap(self, run)
         return run
 
-    def layers(self, i: int, inputs: Inputs, record: Any, again: bool) -> Inputs:
+    def layers(self, i: int, inputs: Inputs, record: Any, recomputing: bool) -> Inputs:
         """The layers one after another, and nothing else."""
         value, k, layer = inputs[0], 0, None  # Ctrl-C may come before the first
         unpack = self.partition.unpack
@@ -170,8 +169,8 @@ class StageRun:
             raise
         return value, ()
 
-    def _in_units(self, i: int, inputs: Inputs, record: Any, again: bool) -> Inputs:
-        return recomputing.in_units(self, i, inputs[0]), ()
+    def _in_units(self, i: int, inputs: Inputs, record: Any, recomputing: bool) -> Inputs:
+        return recompute.in_units(self, i, inputs[0]), ()
 
     def explain(self, error: BaseException, i: int, k: int, layer: Any, value: Any) -> None:
         """Notes on an exception which layer raised it, and what may be wrong."""
@@ -180,7 +179,7 @@ class StageRun:
             annotate(error, note)
         if "more than 1 value per channel" in str(error):
             annotate(error, _ONE_SAMPLE)
-        if self.stage.whole is not None and "saved tensor hooks" in str(error):
+        if self.stage.parent is not None and "saved tensor hooks" in str(error):
             annotate(error, _NO_HOOKS)
 
     def locked(self, run: Callable[..., _T], *args: Any) -> _T:
@@ -198,10 +197,10 @@ class StageRun:
     # --- for the drivers -------------------------------------------------------------------------
 
     def forward_without_storing(self, *args: Any) -> tuple[Inputs, Recomputation | None]:
-        return self.again.forward(*args)
+        return self.recomputation.forward(*args)
 
     def checkpointed(self, i: int, inputs: Inputs, owners: Sequence[int]) -> Inputs:
-        outputs: Inputs = self.again.checkpointed(i, inputs, owners)
+        outputs: Inputs = self.recomputation.checkpointed(i, inputs, owners)
         return outputs
 
     def recompute(self, recomputation: Recomputation, *args: Any, keep: bool = False) -> Inputs:
@@ -210,4 +209,4 @@ class StageRun:
 
     @property
     def modules(self) -> Any:
-        return self.again.modules
+        return self.recomputation.modules

@@ -60,7 +60,7 @@ class Stage:
         first: index of the first layer in the wrapped module.
         device: where the layers are.
         pops, stashes: the skips that come from other stages, and that go to others.
-        whole: the stage of which it is a unit.
+        parent: the stage of which it is a unit.
 
     Attributes:
         number: its place among all stages and replicas.
@@ -81,17 +81,17 @@ class Stage:
         device: torch.device,
         pops: Sequence[SkipKey],
         stashes: Sequence[SkipKey],
-        whole: Stage | None = None,
+        parent: Stage | None = None,
     ) -> None:
         self.j = self.number = j
         self.partition, self.names, self.first = partition, list(names), first
-        self.device, self.whole = device, whole
+        self.device, self.parent = device, parent
         self.pops, self.stashes = list(pops), list(stashes)
         modules = list(partition.modules())
         self.changes = Changes(partition)
         self.has_skips = any(map(is_skippable, modules))
         self.defers = partition.defers and any(isinstance(m, DeferredBatchNorm) for m in modules)
-        self.commits = self.defers and whole is None
+        self.commits = self.defers and parent is None
         self.generators = Generators(device)
         self.late: set[int] = set()
         self.backward_draws = 0
@@ -99,9 +99,9 @@ class Stage:
         self.compares_later = any(isinstance(m, torch.jit.ScriptModule) for m in modules)
         self.seen: set[Any] = set()
         self._units: tuple[Any, list[tuple[Stage, bool]]] = (None, [])
-        if whole is not None:
-            self.number = whole.number
-            self.changes.lock = whole.changes.lock  # modules may be in several units
+        if parent is not None:
+            self.number = parent.number
+            self.changes.lock = parent.changes.lock  # modules may be in several units
 
     @property
     def layers_in_words(self) -> str:

@@ -39,7 +39,7 @@ class Record:
         self.saved = None if policy is None else (policy.contexts(), deque[list[Tensor]]())
 
 
-class Again:
+class StageRecomputation:
     """How the cells of a stage are recomputed in one call."""
 
     def __init__(self, run: Any, mode: StageMode) -> None:
@@ -72,16 +72,17 @@ class Again:
         record, may_keep = Record(self.policy), begun is None
         cell = Recomputation(modules, where, may_keep=may_keep)
 
-        def compute(inputs: Any, again: bool = False) -> Any:
+        def compute(inputs: Any, recomputing: bool = False) -> Any:
             if record.saved is None:
-                return run.run(i, inputs, record, again)
-            return self._selectively(i, record, again, partial(run.run, i, inputs, record, again))
+                return run.run(i, inputs, record, recomputing)
+            run_cell = partial(run.run, i, inputs, record, recomputing)
+            return self._selectively(i, record, recomputing, run_cell)
 
         if run.first and run.writes:
             owners = input_flags(inputs[0], target)
         writes = run.writes or any(owners)
         if begun is not None:
-            cell.keep(partial(compute, again=True), detached)
+            cell.keep(partial(compute, recomputing=True), detached)
             cell.mutates_inputs = writes  # as long as nobody knows whether it does
             begun(cell)
         shapes = None  # the first cell of a call is compared with its recomputation
@@ -105,23 +106,25 @@ class Again:
         run.count()
         if cell.keeps_graph and may_keep:
             return outputs, None
-        cell.keep(partial(compute, again=True), detached)
+        cell.keep(partial(compute, recomputing=True), detached)
         return outputs, cell
 
     def _module_state(self) -> ModuleState:
         return ModuleState(self.stage.partition, self.stage.changes, self.run.substitute_of)
 
-    def _selectively(self, i: int, record: Record, again: bool, run: Callable[[], Any]) -> Any:
+    def _selectively(
+        self, i: int, record: Record, recomputing: bool, run: Callable[[], Any]
+    ) -> Any:
         assert record.saved is not None
         contexts, states = record.saved
         with ExitStack() as around:
             # A cast that was found in the cache would be missing when this runs again.
             around.callback(torch.set_autocast_cache_enabled, torch.is_autocast_cache_enabled())
             torch.set_autocast_cache_enabled(False)
-            around.enter_context(contexts[again])
-            seen = around.enter_context(_SavedStates(self.stage, states, again))
+            around.enter_context(contexts[recomputing])
+            seen = around.enter_context(_SavedStates(self.stage, states, recomputing))
             result = run()
-        if not again:
+        if not recomputing:
             seen.check(getattr(contexts[0], "storage", None), self.stage.describe(i))
         return result
 
@@ -158,17 +161,17 @@ class Again:
         )
 
 
-def in_units(whole: Any, i: int, value: Any) -> Any:
+def in_units(parent: Any, i: int, value: Any) -> Any:
     """The layers of a cell, one unit after another: those that are recomputed by themselves."""
-    store = current_store() if whole.stage.has_skips else None
+    store = current_store() if parent.stage.has_skips else None
     inputs: Any = (value, ())
     given = [inputs]  # nothing else writes into the memory of these
     del value  # a name more would count as another user of the tensor
-    for run, again in whole.units:
+    for run, recomputed in parent.units:
         unit = run.stage
-        unit.partition.training = whole.stage.partition.training
+        unit.partition.training = parent.stage.partition.training
         inputs = (inputs[0], tuple([store.pop(key) for key in unit.pops]) if store else ())
-        if again:
+        if recomputed:
             inputs, flags = own_memory(given, inputs, overlap_flags(inputs), all_leaves=False)
             given.append(inputs)
             outputs = run.checkpointed(i, inputs, flags)
@@ -182,15 +185,16 @@ def in_units(whole: Any, i: int, value: Any) -> Any:
 
 
 class _SavedStates(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Notes the states of the generators after each random operation; again: puts them back.
+    """Notes the states of the generators after each random operation; recomputing: puts them back.
 
     It also sees which results are written into. Of kernels that write into views of these which
     count no versions (those of ``nn.GRU``) PyTorch sees nothing, and what is saved would be wrong.
     """
 
-    def __init__(self, stage: Any, states: deque[list[Tensor]], again: bool) -> None:
+    def __init__(self, stage: Any, states: deque[list[Tensor]], recomputing: bool) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._generators, self._states, self._again = stage.generators.own, states, again
+        self._generators, self._recomputing = stage.generators.own, recomputing
+        self._states = states
         self._made: dict[int, Any] = {}  # by storage the operation whose result it is
         self._written: dict[int, Any] = {}  # and the last one that wrote into it
 
@@ -199,11 +203,11 @@ class _SavedStates(TorchDispatchMode):  # type: ignore[no-untyped-call]
     ) -> Any:
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
-        if not self._again:
+        if not self._recomputing:
             self._look(func, result, (args, kwargs))
         if not is_random(func) or kwargs.get("generator") is not None:
             return result
-        if not self._again:
+        if not self._recomputing:
             self._states.append(states_of(self._generators))
         # There is none if other operations are run this time, which whoever looks for their
         # results will say. Operations that may be random and are not need no turn.
