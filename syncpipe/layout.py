@@ -42,7 +42,8 @@ class Layout:
     schedule: ScheduleLike  #: what the pipe trains by
     defers: bool  #: whether BatchNorm has statistics of the mini-batch
     unpack: bool  #: whether tuples and dicts are spread over the arguments of the next layer
-    served: list[tuple[Worker, ...]] = field(default_factory=list)  #: first the one with the layers
+    #: For each stage its workers, the one with the layers first.
+    workers_of: list[tuple[Worker, ...]] = field(default_factory=list)
     partitions: list[Partition] = field(default_factory=list)
     modes: tuple[StageMode, ...] = ()  #: what ``checkpoint`` means there
 
@@ -62,10 +63,10 @@ class Layout:
             layers = new.sequential()
             placement.check_module(layers)
             new = dataclasses.replace(new, balance=_sizes(new, layers, sample))
-        served = _served(new)
-        check_slots(new.schedule, list(map(len, served)))
+        workers_of = _workers_of(new)
+        check_slots(new.schedule, list(map(len, workers_of)))
         partitions = _partitions(new, training, self)
-        new = dataclasses.replace(new, served=served, partitions=partitions)
+        new = dataclasses.replace(new, workers_of=workers_of, partitions=partitions)
         try:
             return or_as_before(partitions, partial(_placed, new, how or Initialization()))
         except BaseException:
@@ -80,7 +81,7 @@ class Layout:
 
     def with_schedule(self, schedule: ScheduleLike) -> Layout:
         """The same but for the schedule."""
-        check_slots(schedule, list(map(len, self.served)))
+        check_slots(schedule, list(map(len, self.workers_of)))
         return dataclasses.replace(self, schedule=schedule)
 
     def sequential(self) -> nn.Sequential:
@@ -92,7 +93,7 @@ class Layout:
     @property
     def workers(self) -> list[Worker]:
         """For each stage the worker that holds its layers."""
-        return [those[0] for those in self.served]
+        return [those[0] for those in self.workers_of]
 
 
 def same_layers(a: Mapping[str, Any], b: Mapping[str, Any]) -> bool:
@@ -165,7 +166,7 @@ def _sizes(asked: Layout, module: nn.Sequential, sample: Any) -> list[int]:
     return placement.check_balance(found, len(module))
 
 
-def _served(asked: Layout) -> list[tuple[Worker, ...]]:
+def _workers_of(asked: Layout) -> list[tuple[Worker, ...]]:
     """For each stage its workers; those of the first stage come first."""
     counts = counts_of(asked.replicas, len(asked.balance))
     total, devices = sum(counts), asked.devices
@@ -195,7 +196,7 @@ def _placed(layout: Layout, how: Initialization) -> Layout:
     layers = chain.from_iterable(partition._modules.items() for partition in partitions)
     layout = dataclasses.replace(layout, layers=dict(layers)).with_checkpoint(layout.checkpoint)
     verify_skippables(layout.sequential())
-    check_replicas(find_ties(partitions), list(map(len, layout.served)))
+    check_replicas(find_ties(partitions), list(map(len, layout.workers_of)))
     if not all(same_memory(device, devices[0]) for device in devices):
         check_memory(partitions)
     if layout.defers:

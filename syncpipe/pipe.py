@@ -313,7 +313,7 @@ class Pipe(ModelNames):
     @property
     def devices(self) -> list[torch.device]:
         """For each partition its device, or those of its replicas. Setting it moves the layers."""
-        served = chain.from_iterable(self._layout.served)
+        served = chain.from_iterable(self._layout.workers_of)
         return FixedList("devices", [worker.device for worker in served])
 
     @devices.setter
@@ -323,7 +323,7 @@ class Pipe(ModelNames):
     @property
     def replicas(self) -> list[int]:
         """For each partition how many devices serve it. Setting it assigns the devices anew."""
-        return FixedList("replicas", map(len, self._layout.served))
+        return FixedList("replicas", map(len, self._layout.workers_of))
 
     @replicas.setter
     def replicas(self, replicas: int | Iterable[int]) -> None:
@@ -719,7 +719,7 @@ class Pipe(ModelNames):
 
         ``title`` stands above pictures. A pipe has one trace at a time.
         """
-        names = [str(worker.device) for worker in dict.fromkeys(chain(*self._layout.served))]
+        names = [str(worker.device) for worker in dict.fromkeys(chain(*self._layout.workers_of))]
         rows = [f"{name} ({w})" if names.count(name) > 1 else name for w, name in enumerate(names)]
         return Trace(rows, self._attach_trace, title)
 
@@ -759,7 +759,7 @@ class Pipe(ModelNames):
         with _building:
             # After a fork its threads are gone, and its locks may be held by nobody.
             if self._pipeline is None or self._pipeline.process != os.getpid():
-                self._pipeline = Pipeline(layout.partitions, list(layout.layers), layout.served)
+                self._pipeline = Pipeline(layout.partitions, list(layout.layers), layout.workers_of)
             return self._pipeline
 
     def _source(self, input: Any, target: Any, data_iter: Iterable[Any] | None) -> Source:
@@ -880,7 +880,7 @@ class Pipe(ModelNames):
             f"checkpoint={self.checkpoint!r}{schedule}"
         ]
         layers = iter(self._modules.items())
-        for j, those in enumerate(self._layout.served):
+        for j, those in enumerate(self._layout.workers_of):
             lines.append(f"  stage {j} on {', '.join(str(worker.device) for worker in those)}:")
             for name, layer in islice(layers, self._layout.balance[j]):
                 lines.append(indent(f"({name}): {layer!r}", "    "))

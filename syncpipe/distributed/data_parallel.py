@@ -37,7 +37,7 @@ from syncpipe.distributed.private import in_buckets
 from syncpipe.pipe import Pipe
 from syncpipe.runtime.engine import RUNNING, Run
 from syncpipe.schedules.schedule import Kind, Schedule
-from syncpipe.schedules.steps import numbers_of
+from syncpipe.schedules.steps import replica_indices
 from syncpipe.training.cell import Accumulated
 from syncpipe.training.loss import Objective
 from syncpipe.training.train import Watch
@@ -235,7 +235,7 @@ class _Call:
         if not agreed or plan.n != len(owner.groups) or divisor is None:
             return lambda kind, j, run: run  # the caller starts them
         own = float(divisor)
-        replicated = [len(numbers) > 1 for numbers in numbers_of(plan.device_of)]
+        replicated = [len(numbers) > 1 for numbers in replica_indices(plan.device_of)]
         left = [plan.m] * plan.n  # backwards, each half for itself
         for _, j in plan.splits:
             left[j] += 1

@@ -20,7 +20,8 @@ from syncpipe.schedules.named import gpipe
 from syncpipe.schedules.schedule import KINDS, Action, Devices, Kind, Schedule, devices_of
 
 __all__ = [
-    "Edge", "Step", "Steps", "forward_steps", "in_turn", "maker", "numbers_of", "training_steps",
+    "Edge", "Step", "Steps", "forward_steps", "in_turn", "maker", "replica_indices",
+    "training_steps",
 ]  # fmt: skip
 
 
@@ -93,7 +94,7 @@ def in_turn(rows: Iterable[Iterable[Step]]) -> Iterator[Step]:
         raise RuntimeError(f"this schedule can never finish: nothing lets {step.action} start")
 
 
-def numbers_of(worker_of: Devices) -> list[tuple[int, ...]]:
+def replica_indices(worker_of: Devices) -> list[tuple[int, ...]]:
     """For each stage the numbers of its replicas."""
     following, stages = count(len(worker_of)), range(len(worker_of))
     return [(j, *islice(following, len(devices_of(worker_of, j)) - 1)) for j in stages]
@@ -127,7 +128,7 @@ def training_steps(
         for i, d in enumerate(devices[: schedule.m] if len(devices) > 1 else ()):
             last = max(k for k, action in enumerate(program[d]) if action.j == j)
             program[d].insert(last + 1 if i else len(program[d]), Action("reduce", i, j))
-    numbers = numbers_of(schedule.device_of)
+    numbers = replica_indices(schedule.device_of)
     step = maker(edges, schedule.device, numbers, schedule.m, returns=returns)
     return Steps(tuple([tuple(map(step, row)) for row in program]))
 

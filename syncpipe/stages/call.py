@@ -94,10 +94,10 @@ class MiniBatch:
             StageRun(stage, m, self.seed, mode, grad=state.grad)
             for stage, mode in zip(pipeline.stages, self.modes, strict=True)
         ]
-        for numbers in pipeline.numbers:
-            if pipeline.stages[numbers[0]].defers:
+        for indices in pipeline.replica_indices:
+            if pipeline.stages[indices[0]].defers:
                 statistics = MiniBatchStatistics()
-                for each in chain.from_iterable(self.runs[number].all for number in numbers):
+                for each in chain.from_iterable(self.runs[k].all for k in indices):
                     each.statistics = statistics
 
 
@@ -194,9 +194,9 @@ def check_collectives(pipeline: Pipeline, *, grad: bool, inline: bool) -> None:
                     "or DistributedDataParallel(pipe) for pipe(input)"
                 )
             if sharded and any(isinstance(p, sharded) for p in module._parameters.values()):
-                parallel[stage.number] = pipeline.worker_of[stage.number]
+                parallel[stage.index] = pipeline.worker_of[stage.index]
     if several and len({*parallel.values()}) > 1:
-        shown = sorted({pipeline.stages[number].j for number in parallel})
+        shown = sorted({pipeline.stages[k].j for k in parallel})
         raise RuntimeError(
             f"stages {shown} have DTensor parameters (tensor parallelism, or fully_shard around "
             "the pipe), and workers would start their collectives in any order: choose a balance "
@@ -219,7 +219,7 @@ def _wrapper(kind: Any) -> str:
 class Call(MiniBatch):
     """One mini-batch on its way through a pipeline; to be made on the caller's thread.
 
-    Here and in the drivers ``j`` is the number of a stage *or replica*: the index in
+    Here and in the drivers ``j`` is the index of a stage *or replica* in
     ``pipeline.stages``, and in all lists that are kept for each of these. With a ``graph``
     gradients are captured, and given back by a node of the caller's.
 
@@ -274,7 +274,7 @@ class Call(MiniBatch):
         self.replicas: CallReplicas | None = None
         self._wait_for_caller()  # what follows copies weights that it has just updated, perhaps
         if ties := pipeline.shared.find():
-            check_replicas(ties, list(map(len, pipeline.numbers)))
+            check_replicas(ties, list(map(len, pipeline.replica_indices)))
             self.ties = CallTies(self, ties, in_order=graph)
         if len(pipeline.stages) > pipeline.n:
             self.replicas = CallReplicas(self)
@@ -289,7 +289,7 @@ class Call(MiniBatch):
                 use_substitutes(run, own, shallow)
         edges = pipeline.edges if self.ties is None else (*pipeline.edges, *self.ties.edges)
         # For each edge, and micro-batches until all replicas come round again.
-        self._round = lcm(*map(len, pipeline.numbers))
+        self._round = lcm(*map(len, pipeline.replica_indices))
         self._ends = [
             list(zip(self._along(e.source), self._along(e.target), strict=True)) for e in edges
         ]
@@ -307,7 +307,7 @@ class Call(MiniBatch):
 
     def _along(self, j: int) -> list[DeviceStreams]:
         """For micro-batches in turn the streams on which each passes stage ``j``."""
-        passed = [self.streams_of[number] for number in self.pipeline.numbers[j]]
+        passed = [self.streams_of[k] for k in self.pipeline.replica_indices[j]]
         return passed * (self._round // len(passed))
 
     def _wait_for_caller(self) -> None:
@@ -324,7 +324,7 @@ class Call(MiniBatch):
                         continue
                     if tensor._backward_hooks or not tensor.is_leaf:
                         leaf = substitute(tensor, tensor, True)  # counts the same versions
-                        leaf = self.substitute_of[stage.number].setdefault(id(tensor), leaf)
+                        leaf = self.substitute_of[stage.index].setdefault(id(tensor), leaf)
                         self.original_of[id(leaf)] = tensor
 
     def run(self, steps: Steps, task: Any) -> None:
@@ -492,13 +492,13 @@ class Call(MiniBatch):
     def collected(self, values: list[Any]) -> list[Any]:
         """What the last stage gave for each micro-batch, trees on the devices of its replicas: for
         the caller and on one device."""
-        numbers, results = self.pipeline.numbers[-1], self.pipeline.results
-        if len(numbers) == 1:
-            self.release_to_caller(numbers[0], values)
+        indices, results = self.pipeline.replica_indices[-1], self.pipeline.results
+        if len(indices) == 1:
+            self.release_to_caller(indices[0], values)
             return values
         target, found = self.streams_of[results], []
         for i, value in enumerate(values):
-            j = numbers[i % len(numbers)]
+            j = indices[i % len(indices)]
             source = self.streams_of[j]
             if not same_memory(source.device, target.device):
                 value, event = sent(source, target, value)

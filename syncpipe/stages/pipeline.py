@@ -16,7 +16,7 @@ from syncpipe.runtime.interrupts import forkable, run_and_undo
 from syncpipe.runtime.random_numbers import modules_that_draw, without_generators
 from syncpipe.runtime.worker import Worker
 from syncpipe.schedules.schedule import Devices
-from syncpipe.schedules.steps import Edge, numbers_of
+from syncpipe.schedules.steps import Edge, replica_indices
 from syncpipe.skip.layout import inspect_layout
 from syncpipe.stages.sharing import Replica, SharedTensors
 from syncpipe.stages.stage import Partition, Stage
@@ -83,14 +83,14 @@ class Pipeline:
 
     Attributes:
         n: the number of stages.
-        numbers: for each stage those of its replicas, the owner's first.
-        stages: by number: the stages, and after them all other replicas.
-        worker_of: by number the index of the worker.
+        replica_indices: for each stage the indices of its replicas, the owner's first.
+        stages: the stages, then all other replicas, stage by stage.
+        worker_of: for each of ``stages`` the index of its worker.
         placement: for each stage the index of its worker, or those of its replicas.
         has_joined: whether outputs of several micro-batches were put together before.
         streaming: whether ``train_stream`` is on its way, so that weights are of no one moment.
         modes: whoever runs a forward of ``pipe(x)`` uses them, and an evaluation changes them.
-        results: the number of that replica on whose device the caller gets the outputs.
+        results: the index of the replica on whose device the caller gets the outputs.
     """
 
     def __init__(
@@ -102,16 +102,16 @@ class Pipeline:
         layout = inspect_layout(partitions)
         self.n = n = len(partitions)
         self.workers = list(dict.fromkeys(chain.from_iterable(workers)))
-        indices = [tuple(map(self.workers.index, those)) for those in workers]
+        indices = [tuple(map(self.workers.index, own)) for own in workers]
         self.placement: Devices = tuple([w if len(w) > 1 else w[0] for w in indices])
-        self.numbers = numbers_of(self.placement)
-        self.results = self.numbers[-1][-1]
+        self.replica_indices = replica_indices(self.placement)
+        self.results = self.replica_indices[-1][-1]
         self.worker_of = tuple(
             [w[0] for w in indices] + list(chain.from_iterable(w[1:] for w in indices))
         )
         self.replicas = [
-            [Replica(partition) for _ in those[1:]]
-            for partition, those in zip(partitions, workers, strict=True)
+            [Replica(partition) for _ in own[1:]]
+            for partition, own in zip(partitions, workers, strict=True)
         ]
         self.stages: list[Stage] = []
         first = 0
@@ -122,7 +122,7 @@ class Pipeline:
             own = [partition, *[replica.partition for replica in self.replicas[j]]]
             for k, (layers, worker) in enumerate(zip(own, workers[j], strict=True)):
                 stage = Stage(j, layers, names[first:last], first, worker.device, *skips)
-                stage.number = self.numbers[j][k]
+                stage.index = self.replica_indices[j][k]
                 stage.commits &= len(own) == 1
                 (more if k else self.stages).append(stage)
             first = last
@@ -133,7 +133,7 @@ class Pipeline:
         self.training = threading.RLock()  # what a failed call puts back must be its own
         self.modes = Modes()
         self.process = os.getpid()
-        self.shared = SharedTensors(self.stages[:n], [those[0] for those in workers])
+        self.shared = SharedTensors(self.stages[:n], [owner for owner, *_ in workers])
         ways: list[tuple[int, int, int | None]] = [(j, j + 1, None) for j in range(n - 1)]
         for j in range(n):
             for key in self.stages[j].pops:

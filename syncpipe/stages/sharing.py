@@ -387,31 +387,31 @@ class CallReplicas:
     """The replicas in one call, as :class:`CallTies`.
 
     Attributes:
-        trained: by number what gets gradients, in one order on all of a stage.
+        trained: by index what gets gradients, in one order on all of a stage.
     """
 
     def __init__(self, call: Any) -> None:
         pipeline, runs, streams_of = call.pipeline, call.runs, call.streams_of
-        self._owners = [runs[those[0]] for those in pipeline.numbers if len(those) > 1]
+        self._owners = [runs[j] for j, *others in pipeline.replica_indices if others]
         self.trained: dict[int, list[Tensor]] = {}
         self._before: list[tuple[Stage, nn.Module, str, Tensor, int]] = []
         self._places: list[tuple[Stage, int]] = []  # and how many parameters and buffers it has
         #: Owners and replicas, in which mode, and whether these go by what earlier calls showed.
         self._draws: list[tuple[StageRun, StageRun, Any, bool]] = []
-        for (j, *others), replicas in zip(pipeline.numbers, pipeline.replicas, strict=True):
+        for (j, *others), replicas in zip(pipeline.replica_indices, pipeline.replicas, strict=True):
             if not others:
                 continue
             _check_replicated(runs[j].stage)
             tensors = list({id(t): t for *_, t in places_of(runs[j].partition)}.values())
             trained = [t for t in tensors if call.state.grad and t.requires_grad]
             self.trained[j] = [call.substitute_of[j].get(id(t), t) for t in trained]
-            for k, (number, replica) in enumerate(zip(others, replicas, strict=True), 1):
-                replica.follow(tensors, streams_of[j], streams_of[number])
-                own = self.trained[number] = list(map(replica.of, trained))
+            for k, (index, replica) in enumerate(zip(others, replicas, strict=True), 1):
+                replica.follow(tensors, streams_of[j], streams_of[index])
+                own = self.trained[index] = list(map(replica.of, trained))
                 call.original_of.update(zip(map(id, own), trained, strict=True))
                 if k < runs[j].m:  # else it has no micro-batch in this call
-                    self._trust(runs[j], runs[number])
-            for stage in [runs[number].stage for number in (j, *others)]:
+                    self._trust(runs[j], runs[index])
+            for stage in [runs[index].stage for index in (j, *others)]:
                 places = list(places_of(stage.partition))
                 self._places.append((stage, len(places)))
                 self._before += [(stage, m, name, t, version_of(t)) for m, _, name, t in places]
@@ -452,8 +452,8 @@ class CallReplicas:
                     "layer counts in its buffers, or writes into its parameters, would be of "
                     "these. Give the stage one device, or let the layer return it"
                 )
-        for stage, number in self._places:
-            if len(list(places_of(stage.partition))) != number:
+        for stage, size in self._places:
+            if len(list(places_of(stage.partition))) != size:
                 raise RuntimeError(
                     f"a layer of stage {stage.j}, which has replicas, made or removed a parameter, "
                     "a buffer or a module in its forward, and each replica did so by itself. From "

@@ -63,7 +63,7 @@ class Stage:
         parent: the stage of which it is a unit.
 
     Attributes:
-        number: its place among all stages and replicas.
+        index: the index in ``Pipeline.stages``, which has all replicas as well.
         commits: whether it moves running statistics; where there are replicas, none does.
         late: the layers that drew in a later micro-batch of a call, and not in its first.
         backward_draws: the generators that backwards of the last call drew from.
@@ -83,7 +83,7 @@ class Stage:
         stashes: Sequence[SkipKey],
         parent: Stage | None = None,
     ) -> None:
-        self.j = self.number = j
+        self.j = self.index = j
         self.partition, self.names, self.first = partition, list(names), first
         self.device, self.parent = device, parent
         self.pops, self.stashes = list(pops), list(stashes)
@@ -100,7 +100,7 @@ class Stage:
         self.seen: set[Any] = set()
         self._units: tuple[Any, list[tuple[Stage, bool]]] = (None, [])
         if parent is not None:
-            self.number = parent.number
+            self.index = parent.index
             self.changes.lock = parent.changes.lock  # modules may be in several units
 
     @property

@@ -104,7 +104,7 @@ class Captured(Leaves):
     def __init__(self, call: Call, micro_batches: list[Any]) -> None:
         stages = call.pipeline.stages
         inside = [
-            chain(_tensors_of(s.partition), call.substitute_of[s.number].values()) for s in stages
+            chain(_tensors_of(s.partition), call.substitute_of[s.index].values()) for s in stages
         ]
         super().__init__(call, inside)
         if call.ties is not None:  # the layers of a stage compute with copies of what is another's

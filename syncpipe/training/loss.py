@@ -273,7 +273,7 @@ class LossHead:
         self._known: dict[int, Any] = {}  # where each worker is
         draws = None if objective is None else objective.draws
         #: For each worker the generators that the loss function draws from, if that is known.
-        self.draws: dict[int, int | None] = dict.fromkeys(call.pipeline.numbers[-1], draws)
+        self.draws: dict[int, int | None] = dict.fromkeys(call.pipeline.replica_indices[-1], draws)
         #: For each a parameter whose gradient tells of a backward.
         self._probes: dict[int, Tensor | None] = {
             j: next((p for p in leaves.parameters[j] if p.requires_grad), None)
@@ -315,7 +315,7 @@ class LossHead:
     def _loss(self, j: int, i: int, given: tuple[Any, Any]) -> tuple[Tensor, float]:
         objective = self._objective
         try:
-            if self._keep is not None and j == self._call.pipeline.numbers[-1][0]:
+            if self._keep is not None and j == self._call.pipeline.replica_indices[-1][0]:
                 self._call.release_to_caller(j, self._keep(i, *given))
             # No cut may notice a backward by the loss. A version may be that of a flat buffer.
             before = None if (probe := self._probes.get(j)) is None else probe.grad

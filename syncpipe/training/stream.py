@@ -90,7 +90,7 @@ def stream(
 ) -> Streamed:  # fmt: skip
     check_can_train(pipeline, "train_stream")
     loss = known_loss(loss_fn, loss_reduction, weight)
-    n, replicas = pipeline.n, list(map(len, pipeline.numbers))
+    n, replicas = pipeline.n, list(map(len, pipeline.replica_indices))
     if versions != "2bw":
         chunks = 1  # a mini-batch goes through in one piece
     elif chunks < n:
@@ -113,7 +113,7 @@ def stream(
                 rule = partial(
                     version_used, j=stage.j, replicas=replicas, versions=versions, chunks=chunks
                 )
-            updates = optimizers[stage.j] if stage.number < n else None  # others follow the owner
+            updates = optimizers[stage.j] if stage.index < n else None  # others follow the owner
             most = versions_kept(stage.j, replicas, versions)
             return _StageWeights(stage, updates, most, rule, replicas[stage.j])
 
@@ -130,11 +130,11 @@ def stream(
             weights.extend(map(weights_of, pipeline.stages[n:]))
             copied.extend(chain.from_iterable(own.parameters for own in weights[n:]))
             for stage, own in zip(pipeline.stages, weights, strict=True):
-                own.use_versions(call.runs[stage.number])
+                own.use_versions(call.runs[stage.index])
             leaves = _StreamLeaves(call, weights)
             head = LossHead(call, source, leaves, keep_outputs=False)
             program: Any = StreamSteps(
-                pipeline.edges, pipeline.numbers, pipeline.worker_of, call.rematerialized,
+                pipeline.edges, pipeline.replica_indices, pipeline.worker_of, call.rematerialized,
                 source.extent, chunks,
             )  # fmt: skip
             try:
@@ -144,7 +144,7 @@ def stream(
                 annotate(error, f"in train_stream, after {updates} updates of the stages' weights")
                 raise
             for stage, own in zip(pipeline.stages, weights, strict=True):
-                call.release_to_caller(stage.number, own.state)
+                call.release_to_caller(stage.index, own.state)
 
         run_and_undo(
             run,
@@ -161,7 +161,7 @@ def stream(
             raise ValueError("data_iter gave no mini-batch, so there is nothing to train")
         found = [source.found[batch] for batch in sorted(source.found)]
         device = pipeline.workers[pipeline.worker_of[pipeline.results]].device
-        rows = [[weights[number] for number in numbers] for numbers in pipeline.numbers]
+        rows = [[weights[number] for number in numbers] for numbers in pipeline.replica_indices]
         with torch.no_grad():
             return Streamed(
                 torch.cat([moved(loss.reshape(-1), device) for loss in source.losses(found)]),
@@ -181,7 +181,7 @@ def _check(pipeline: Pipeline, checkpoint: Sequence[StageMode], versions: Versio
     Raises:
         ValueError: with the way out.
     """
-    n, replicas = pipeline.n, list(map(len, pipeline.numbers))
+    n, replicas = pipeline.n, list(map(len, pipeline.replica_indices))
     if len(pipeline.stages) > n and versions != "stashing":
         raise ValueError(
             f"versions={versions!r} of a pipe with replicas={replicas}: stages with more replicas "
@@ -662,7 +662,7 @@ class _StreamTask(TrainingTask):
         return Message(*sent(self.call.streams_of[j], self.call.streams_of[other], value))
 
     def _update(self, j: int, i: int, messages: list[Message]) -> list[Message]:
-        owner, *others = self._pipeline.numbers[self._pipeline.stages[j].j]
+        owner, *others = self._pipeline.replica_indices[self._pipeline.stages[j].j]
         chunks, weights = self._stream.chunks, self._weights[j]
         following = i + len(others) + 1 if others else (i // chunks + 1) * chunks
         given = [message.value for message in messages]

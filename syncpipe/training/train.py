@@ -104,7 +104,7 @@ class TrainingTask:
 
         Those of one tensor are added up in this order: the schedule's, replica by replica.
         """
-        every = len(self._pipeline.numbers[0])
+        every = len(self._pipeline.replica_indices[0])
         entered = (
             zip(self._source.inputs(i), grads, strict=True)
             for i, grads in sorted(self.entered.items(), key=lambda each: each[0] % every)
@@ -362,7 +362,7 @@ def train(
             f"accumulate={accumulate!r}: it is the number of mini-batches of one optimizer step, "
             "by which gradients are divided"
         )
-    several = len(pipeline.numbers[-1]) > 1  # workers compute losses
+    several = len(pipeline.replica_indices[-1]) > 1  # workers compute losses
     objective = Objective(loss, source, several, grad_scaler, float(accumulate))
     # One after the other: what a call that fails puts back must be its own.
     with pipeline.training:
@@ -456,7 +456,7 @@ def evaluate(
 ) -> Any:  # fmt: skip
     objective = None
     if loss_fn is not None:
-        several = len(pipeline.numbers[-1]) > 1
+        several = len(pipeline.replica_indices[-1]) > 1
         objective = Objective(known_loss(loss_fn, loss_reduction, weight), source, several)
 
     def run() -> Any:
@@ -507,7 +507,7 @@ def _results(call: Call, head: LossHead, objective: Objective | None, source: So
     with torch.no_grad():
         loss = metrics = None
         if objective is not None:
-            if len(pipeline.numbers[-1]) > 1:
+            if len(pipeline.replica_indices[-1]) > 1:
                 objective.bring(call.streams_of[pipeline.results].device)
             loss, metrics = objective.loss(), objective.metrics()
         outputs = head.outputs
