@@ -1,10 +1,32 @@
 """Packaging of syncpipe. Settings of tools live in pyproject.toml."""
 
+import re
+import shutil
 from pathlib import Path
 
 from setuptools import find_packages, setup
+from setuptools.command.build_py import build_py
 
-README = Path(__file__).parent / "README.md"
+#: Where the project is published. A placeholder, and the only place that names it.
+URL = "https://example.org/syncpipe"
+
+
+def long_description() -> str:
+    """The README for a package index, where relative links lead nowhere."""
+    readme = Path(__file__).parent / "README.md"
+    text = readme.read_text(encoding="utf-8") if readme.exists() else ""
+    text = re.sub(r"(!\[[^\]]*\])\((?!https?:)", rf"\1({URL}/raw/main/", text)
+    return re.sub(r"\]\((?!https?:|#)", f"]({URL}/blob/main/", text)
+
+
+class CleanBuild(build_py):
+    """Removes the modules of an earlier version, which ``pip install .`` left in ``build/``."""
+
+    def run(self) -> None:
+        if not self.editable_mode:
+            shutil.rmtree(self.build_lib, ignore_errors=True)
+        super().run()
+
 
 DEMO = ["scikit-learn>=1.3", "matplotlib>=3.7"]
 # (Ninja builds the simulated devices of the tests.)
@@ -24,10 +46,16 @@ DEV = [*TEST, "ruff==0.17.5", "mypy==2.4.1"]
 setup(
     name="syncpipe",
     version="0.1.0",
-    description="Pipeline parallelism for PyTorch on one machine, in one line",
-    long_description=README.read_text(encoding="utf-8") if README.exists() else "",
+    description="Pipeline parallelism for PyTorch: one machine, one process, two lines of code",
+    long_description=long_description(),
     long_description_content_type="text/markdown",
     author="syncpipe authors",
+    url=URL,
+    project_urls={
+        "Documentation": f"{URL}/blob/main/docs/index.md",
+        "Changelog": f"{URL}/blob/main/CHANGELOG.md",
+    },
+    cmdclass={"build_py": CleanBuild},
     license="MIT",
     keywords="pytorch, pipeline parallelism, model parallelism, gpipe, 1f1b, checkpointing",
     packages=find_packages(include=["syncpipe", "syncpipe.*"]),
@@ -62,6 +90,7 @@ setup(
             "safetensors>=0.6",
             "transformers>=5.23",
         ],
+        "docs": ["mkdocs>=1.6", "mkdocs-material>=9.5"],
         "test": TEST,
         "dev": DEV,
     },
@@ -74,6 +103,7 @@ setup(
         "Programming Language :: Python :: 3.11",
         "Programming Language :: Python :: 3.12",
         "Programming Language :: Python :: 3.13",
+        "Programming Language :: Python :: 3.14",
         "Topic :: Scientific/Engineering :: Artificial Intelligence",
         "Typing :: Typed",
     ],

@@ -7,7 +7,7 @@ A name is a group (``overhead``, ``memory``, ``schedules``, ``planning``, ``peer
 without one all are run. What there is nothing for here, such as a GPU, says so.
 Each group has a page, Markdown, and beside it all samples as JSON. ``--quick`` takes small sizes
 and few rounds, some minutes on two cores: to see that everything runs; the numbers say nothing.
-``picture`` draws the README's schedules.
+``picture`` draws the pictures of the documentation.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ from benchmarks import (
 from benchmarks.common import Group, Options, Part, report
 from syncpipe.commands.demo import threads
 from syncpipe.commands.plan import whole_number
-from syncpipe.schedules import Costs, gpipe, one_f_one_b, simulate
+from syncpipe.schedules import Costs, Schedule, gpipe, naive, one_f_one_b, simulate
 from syncpipe.timeline import Timeline, compare
 
 MODULES = (
     overhead, memory, schedules, planning, peers, data_parallel, one_call, converted, gpu,
 )  # fmt: skip
 GROUPS: dict[str, Group] = {module.GROUP.name: module.GROUP for module in MODULES}
-RESULTS = Path(__file__).parent / "results"
+PICTURES = Path(__file__).parents[1] / "docs" / "pictures"
 
 
 def selected(names: Sequence[str]) -> dict[str, list[str]]:
@@ -60,15 +60,26 @@ def selected(names: Sequence[str]) -> dict[str, list[str]]:
     return chosen
 
 
-def timelines() -> dict[str, Timeline]:
-    """What each of four devices does, and holds, under GPipe and under 1F1B.
+def pictures() -> dict[str, dict[str, Timeline]]:
+    """The pictures of the documentation, by file name: simulated steps on four devices.
 
-    It is simulated: a forward takes one unit of time, a backward two, and transfers none.
+    A forward takes one unit of time, a backward two, and transfers none.
     """
-    first = "GPipe: all forwards first, so all eight micro-batches are in memory"
-    second = "1F1B: the same time, and at most four in memory"
-    schedules = {first: gpipe(8, 4), second: one_f_one_b(8, 4, slots="textbook")}
-    return {k: Timeline.of(simulate(each, Costs.even(4))) for k, each in schedules.items()}
+    drawn: dict[str, dict[str, Schedule]] = {
+        "pipe.svg": {
+            "Not a pipe: one device works, three wait": naive(4, 4),
+            "A pipe: each device begins with its first micro-batch": gpipe(4, 4),
+        },
+        "schedules.svg": {
+            "GPipe: all forwards first, so all 16 micro-batches are in memory": gpipe(16, 4),
+            "1F1B, the default: the same time, and at most 7 in memory": one_f_one_b(16, 4),
+        },
+    }
+    costs = Costs.even(4)
+    return {
+        name: {title: Timeline.of(simulate(each, costs)) for title, each in schedules.items()}
+        for name, schedules in drawn.items()
+    }
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -86,7 +97,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     add("--list", action="store_true", help="print the names, and measure nothing")
     args = parser.parse_args(argv)
     if args.names == ["picture"]:
-        compare(timelines()).savefig(RESULTS / "schedules.svg")
+        for name, timelines in pictures().items():
+            compare(timelines).savefig(PICTURES / name, metadata={"Date": None})
         return 0
     try:
         chosen = selected(args.names)

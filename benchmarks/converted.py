@@ -152,7 +152,7 @@ def _decoder(name: str, **options: Any) -> Model:
     return _hf(f"{name}ForCausalLM", f"{name}Config", _ids(mask=True, use_cache=False), **options)
 
 
-#: Those that docs/guide.md names; the tests train them.
+#: Those that docs/how-to.md names; the tests train them.
 DOCUMENTED: dict[str, Model] = {
     "torchvision ResNet-50": _vision("resnet50"),
     "torchvision DenseNet-121": _vision("densenet121"),

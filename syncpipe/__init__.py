@@ -50,7 +50,7 @@ __all__ = [
 ]
 
 #: The packages that people import from.
-_PACKAGES = ("balance", "distributed", "planner", "schedules", "skip", "timeline")
+_PACKAGES = ("balance", "checkpoints", "distributed", "planner", "schedules", "skip", "timeline")
 #: Where names are from. They are imported when they are asked for, and with them PyTorch, which
 #: takes seconds.
 _HOMES = {

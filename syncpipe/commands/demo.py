@@ -146,7 +146,7 @@ def run(args: argparse.Namespace) -> int:
             say(f"   (no picture: {error})\n{trace.table()}")
         for name, timeline in timelines.items():
             say(f"   {name}: {timeline.summary}")
-    say("Next: docs/guide.md wraps your own model, docs/schedules.md reads the picture.")
+    say("Next: docs/tutorial.md for your own model, docs/schedules.md for the picture.")
     return 0 if report.ok else 1
 
 

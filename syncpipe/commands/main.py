@@ -47,9 +47,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="syncpipe" if script else "python -m syncpipe",
         description="Pipeline parallelism for PyTorch on one machine: one model on several "
-        "devices, in one line, Pipe(model, balance=[2, 2], chunks=8).",
+        "devices, in two lines: Pipe(model, balance=[2, 2], chunks=8) and pipe.train_batch(...).",
         epilog="Each command says more with --help. How to wrap and train a model of your own: "
-        "README.md and docs/guide.md.",
+        "docs/tutorial.md.",
     )
     versions = f"PyTorch {metadata.version('torch')}, Python {platform.python_version()}"
     version = f"syncpipe {syncpipe.__version__} ({versions})"

@@ -1,7 +1,7 @@
 """What this package uses of ``torch.distributed`` and is not its public contract.
 
-``docs/testing.md`` lists it, with the versions in which it was seen. Everything is called here and
-nowhere else, and ``check_pipelining`` refuses a PyTorch in which it looks otherwise.
+``docs/contributing.md`` lists it, with the versions in which it was seen. Everything is called here
+and nowhere else, and ``check_pipelining`` refuses a PyTorch in which it looks otherwise.
 """
 
 from __future__ import annotations

@@ -68,13 +68,14 @@ def test_a_missing_extra_is_named(
     assert 'pip install "syncpipe[bench]"' in err
 
 
-def test_the_picture_of_the_readme_is_drawn(
+def test_the_pictures_of_the_documentation_are_drawn(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pytest.importorskip("matplotlib")
-    monkeypatch.setattr(door, "RESULTS", tmp_path)
+    monkeypatch.setattr(door, "PICTURES", tmp_path)
     assert door.main(["picture"]) == 0
-    assert (tmp_path / "schedules.svg").read_text().startswith("<?xml")
+    for name in ("pipe.svg", "schedules.svg"):
+        assert (tmp_path / name).read_text().startswith("<?xml")
 
 
 # -- tables --------------------------------------------------------------------------------------

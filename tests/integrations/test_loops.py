@@ -1,4 +1,4 @@
-"""Loops of Accelerate and Lightning; those of PyTorch run in docs/guide.md."""
+"""Loops of Accelerate and Lightning; those of PyTorch run in docs/how-to.md."""
 
 from __future__ import annotations
 
