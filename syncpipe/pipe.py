@@ -94,22 +94,22 @@ class _Train(_Eval, total=False):
     grad_scaler: Any
 
 
-class _Alone(_Train, total=False):
+class _LossOnly(_Train, total=False):
     return_outputs: Literal[False]
 
 
-class _Both(_Train):
+class _Outputs(_Train):
     return_outputs: Literal[True]
 
 
-class _Maybe(_Train):
+class _Either(_Train):
     return_outputs: bool
 
 
 _building = forkable()
 
 
-class _Signed:
+class _SignedForward:
     """A ``forward`` with the signature of the model where that was converted, for trainers."""
 
     def __init__(self, function: Callable[..., Any]) -> None:
@@ -194,14 +194,14 @@ class Pipe(ModelNames):
         self.chunks = chunks
         modes, schedule = checked_modes(checkpoint), checked_schedule(schedule, slots)
         layers = as_sequential(module)
-        self._made_of: Any = WeakKeyDictionary({layers: list(layers._modules.items())})
+        self._source_layers: Any = WeakKeyDictionary({layers: list(layers._modules.items())})
         self.training = layers.training
         self._averaging: Any = None  # the other processes, see `syncpipe.distributed`
         self._warned = False  # that there are other processes
         self._trace: Trace | None = None
         self._loss_counts, self._eval_counts = LossCounts(), LossCounts()
         made = Initialization.checked(layers, init_fn, seed)
-        self._take(
+        self._set_layout(
             first_layout(
                 layers, balance, devices, made, sample, replicas=checked_replicas(replicas),
                 checkpoint=modes, schedule=schedule, defers=deferred_batch_norm,
@@ -262,13 +262,13 @@ class Pipe(ModelNames):
 
     # --- what it holds ---------------------------------------------------------------------------
 
-    def _take(self, layout: Layout) -> None:
+    def _set_layout(self, layout: Layout) -> None:
         """Goes on with another layout. Layers may be named as attributes are."""
         self._layout = layout
         if not same_layers(self._modules, layout.layers):
             self._modules = dict[str, Any](layout.layers)
         self._pipeline: Pipeline | None = None
-        self._watched = False
+        self._time_checked = False
 
     def _change(self, **asked: Any) -> None:
         """Another layout, of the layers that are there now."""
@@ -284,13 +284,13 @@ class Pipe(ModelNames):
                     f"pipe.{name} is a {layer!r}, which is not built, so an optimizer would miss "
                     f"its parameters: put it in by pipe[{k}] = {layer!r}"
                 )
-        self._take(self._layout.changed(self.training, **asked))
+        self._set_layout(self._layout.changed(self.training, **asked))
 
-    def _followed(self) -> Layout:
+    def _sync_layout(self) -> Layout:
         """The layout, with layers that were replaced by name (``pipe.fc = ...``, LoRA)."""
-        for source, layers in self._made_of.items():
+        for source, layers in self._source_layers.items():
             if list(source._modules.items()) != layers:
-                self._made_of = {}  # once
+                self._source_layers = {}  # once
                 warnings.warn(
                     "the nn.Sequential that this pipe was made of has other layers now "
                     f"({len(source)}, was {len(layers)}), and the pipe keeps those that it was "
@@ -345,7 +345,7 @@ class Pipe(ModelNames):
 
     @checkpoint.setter
     def checkpoint(self, checkpoint: Any) -> None:
-        self._layout = self._followed().with_checkpoint(checked_modes(checkpoint))
+        self._layout = self._sync_layout().with_checkpoint(checked_modes(checkpoint))
 
     @property
     def schedule(self) -> ScheduleLike:
@@ -369,7 +369,7 @@ class Pipe(ModelNames):
     @property
     def partitions(self) -> list[nn.Sequential]:
         """For each stage its layers, as an ``nn.Sequential`` that shares them with the pipe."""
-        return FixedList("partitions", self._followed().partitions)
+        return FixedList("partitions", self._sync_layout().partitions)
 
     # --- a list of layers ------------------------------------------------------------------------
 
@@ -387,7 +387,7 @@ class Pipe(ModelNames):
 
     def __getitem__(self, index: int | slice) -> nn.Module:
         if isinstance(index, slice):
-            return self._followed().sequential()[index]
+            return self._sync_layout().sequential()[index]
         return list(self)[self._index(index)]
 
     def __setitem__(self, index: int, layer: Layer) -> None:
@@ -407,7 +407,7 @@ class Pipe(ModelNames):
 
     # --- a mini-batch ----------------------------------------------------------------------------
 
-    @_Signed
+    @_SignedForward
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run a mini-batch through the pipeline.
 
@@ -423,37 +423,37 @@ class Pipe(ModelNames):
         if not self._modules:
             return input
         check_input(input, self._layout.workers[0].device)
-        if not self._watched and torch._C._get_tracing_state() is None:
+        if not self._time_checked and torch._C._get_tracing_state() is None:
             cut = [tensor.chunk(self._chunks) for tensor in tensors_in(input) if tensor.dim()]
-            self._watch([len(piece) for piece in chain(*cut)])
-        output = self._drive(forward, input, chunks=self._chunks)
+            self._check_time_first([len(piece) for piece in chain(*cut)])
+        output = self._run(forward, input, chunks=self._chunks)
         if self._averaging is not None:
             self._averaging.forward(output)
         return output
 
     @overload
     def train_batch(
-        self, input: Any = None, target: Any = None, *, loss_fn: _LossFn, **more: Unpack[_Alone]
+        self, input: Any = None, target: Any = None, *, loss_fn: _LossFn, **more: Unpack[_LossOnly]
     ) -> Tensor: ...
 
     @overload
     def train_batch(
-        self, input: Any = None, target: Any = None, *, loss_fn: _LossFn, **more: Unpack[_Both]
+        self, input: Any = None, target: Any = None, *, loss_fn: _LossFn, **more: Unpack[_Outputs]
     ) -> tuple[Tensor, Any]: ...
 
     @overload
     def train_batch(
-        self, input: Any = None, target: Any = None, *, loss_fn: _Metric, **more: Unpack[_Alone]
+        self, input: Any = None, target: Any = None, *, loss_fn: _Metric, **more: Unpack[_LossOnly]
     ) -> tuple[Tensor, dict[str, Any]]: ...
 
     @overload
     def train_batch(
-        self, input: Any = None, target: Any = None, *, loss_fn: _Metric, **more: Unpack[_Both]
+        self, input: Any = None, target: Any = None, *, loss_fn: _Metric, **more: Unpack[_Outputs]
     ) -> tuple[Tensor, Any, dict[str, Any]]: ...
 
     @overload
     def train_batch(
-        self, input: Any = None, target: Any = None, *, loss_fn: Any, **more: Unpack[_Maybe]
+        self, input: Any = None, target: Any = None, *, loss_fn: Any, **more: Unpack[_Either]
     ) -> Any: ...
 
     @explained
@@ -538,14 +538,14 @@ class Pipe(ModelNames):
                 chosen = checked_schedule("1f1b" if schedule is None else schedule, slots)
             check_slots(chosen, self.replicas)
             with target_hint("train_batch", input, target):
-                return self._drive(
+                return self._run(
                     train, source, loss_fn=loss_fn, schedule=chosen, averaging=averaging,
                     loss_reduction=loss_reduction, weight=weight, verify=verify,
                     accumulate=accumulate, grad_scaler=grad_scaler, return_outputs=return_outputs,
                     counts=self._loss_counts,
                 )  # fmt: skip
 
-        if self._alone(global_loss):
+        if self._is_single_process(global_loss):
             self._warn_of_other_processes()
             return refuse_backward(step())
         return refuse_backward(
@@ -604,13 +604,13 @@ class Pipe(ModelNames):
                     f"eval_batch has {what}, but no loss_fn that could use it: give both"
                 )
             with target_hint("eval_batch", input, target):
-                return self._drive(
+                return self._run(
                     evaluate, source, module=self, loss_fn=loss_fn, loss_reduction=loss_reduction,
                     weight=weight, weighed=weighed, verify=verify, counts=self._eval_counts,
                     modules=[*self.modules(), *self._layout.partitions],
                 )  # fmt: skip
 
-        alone = self._alone(global_loss) or not global_loss
+        alone = self._is_single_process(global_loss) or not global_loss
         return step() if alone else self._averaging.eval_batch(step)
 
     @explained
@@ -676,7 +676,7 @@ class Pipe(ModelNames):
                 "averaged in each step, and train_stream has none: use train_batch"
             )
         self._check_own_calls("train_stream")
-        done: Streamed = self._drive(
+        done: Streamed = self._run(
             stream, iter(data_iter), pack=partial(batch_input, self), chunks=self._chunks,
             optimizer=optimizer, loss_fn=loss_fn, steps=steps, target=target, versions=versions,
             loss_reduction=loss_reduction, weight=weight,
@@ -702,7 +702,7 @@ class Pipe(ModelNames):
 
         For ``train_batch``, and for ``pipe(x)`` inside of it, wherever its ``backward()`` is.
         """
-        if self._alone():
+        if self._is_single_process():
             raise RuntimeError(
                 "no_sync() is for a pipe in several processes: make it one of them by "
                 "syncpipe.distributed.data_parallel(pipe)"
@@ -728,9 +728,9 @@ class Pipe(ModelNames):
             raise RuntimeError("this pipe is being traced already: end that trace first")
         self._trace = trace
 
-    def _drive(self, function: Callable[..., Any], given: Any, **how: Any) -> Any:
+    def _run(self, function: Callable[..., Any], given: Any, **how: Any) -> Any:
         """Runs a mini-batch over the layers as they are now."""
-        pipeline, modes = self._ready(), self._layout.modes
+        pipeline, modes = self._build(), self._layout.modes
 
         def run() -> Any:
             how["checkpoint"] = modes if self.training else ("never",) * len(modes)
@@ -740,9 +740,9 @@ class Pipe(ModelNames):
 
         return pipeline.with_modes(run) if function is forward else run()
 
-    def _ready(self) -> Pipeline:
+    def _build(self) -> Pipeline:
         """The pipeline over the layers as they are now."""
-        layout = self._followed()
+        layout = self._sync_layout()
         for j, partition in enumerate(layout.partitions):
             if own := [
                 *partition._parameters,
@@ -766,14 +766,14 @@ class Pipe(ModelNames):
         self._check_own_calls("train_batch and eval_batch")
         device, pack = self._layout.workers[0].device, partial(batch_input, self)
         source = source_of(input, target, data_iter, self._chunks, device, pack)
-        self._watch(source.sizes)
+        self._check_time_first(source.sizes)
         return source
 
-    def _watch(self, sizes: list[int]) -> None:
+    def _check_time_first(self, sizes: list[int]) -> None:
         """In the first call, looks for modules to which dimension 0 is time."""
-        if not self._watched:
+        if not self._time_checked:
             watch_time_first(self.named_modules(), sizes)
-            self._watched = True
+            self._time_checked = True
 
     def _check_own_calls(self, what: str) -> None:
         """Refuses a pipe without layers, and one whose own hooks or forward would not run."""
@@ -791,7 +791,7 @@ class Pipe(ModelNames):
                 "would not run: call pipe(x), or put it into layers and loss_fn"
             )
 
-    def _alone(self, global_loss: bool = False) -> bool:
+    def _is_single_process(self, global_loss: bool = False) -> bool:
         """Whether there are no other processes."""
         if self._averaging is None and global_loss:
             raise ValueError(
@@ -855,7 +855,7 @@ class Pipe(ModelNames):
         # Threads, streams and locks are made anew where the pipe is used. A copy is alone there.
         gone = dict.fromkeys(("_pipeline", "_trace", "_averaging"))
         counts = {"_loss_counts": LossCounts(), "_eval_counts": LossCounts()}
-        return {**self.__dict__, **gone, "_made_of": {}, **counts}
+        return {**self.__dict__, **gone, "_source_layers": {}, **counts}
 
     def __setattr__(self, name: str, value: Any) -> None:
         layers = list(self.__dict__.get("_modules", ()))

@@ -250,7 +250,7 @@ class _Call:
                 made = run(i, given)
                 left[j] -= 1
                 # What was there before counts by the weight of all, which nobody knows yet.
-                if not left[j] and all(leaves.before(x) is None for x in self._stages[j]):
+                if not left[j] and all(leaves.grad_before(x) is None for x in self._stages[j]):
                     self._start(j, own)
                 return made
 
@@ -339,7 +339,7 @@ class _Call:
         for indices in in_buckets(stage, int(owner.capacity)):
             leaves = [stage[k] for k in indices]
             flat = _flat(leaves, [leaf.grad for leaf in leaves]).mul_(own)
-            before = [self._leaves.before(leaf) for leaf in leaves]
+            before = [self._leaves.grad_before(leaf) for leaf in leaves]
             if any(grad is not None for grad in before):
                 flat.add_(_flat(leaves, before), alpha=self._whole / owner.peers.size - own)
             real = torch.view_as_real(flat) if flat.is_complex() else flat

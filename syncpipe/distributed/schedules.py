@@ -324,9 +324,9 @@ class _MiniBatch(Source):
             self._check = owner.counts.check(self._objective, self.targets, verify)
         if group is not None and self._objective.is_sum:
             self._scale = dist.get_world_size(group)
-        elif group is not None and self._objective.known is not None:  # by the mean weight
-            weights, whole = self._objective.known
-            self._objective.known = weights, self._mean(whole)
+        elif group is not None and self._objective.known_weights is not None:  # by the mean weight
+            weights, whole = self._objective.known_weights
+            self._objective.known_weights = weights, self._mean(whole)
 
     def begin(self, seed: int) -> None:
         owner = self._owner
@@ -353,7 +353,7 @@ class _MiniBatch(Source):
         except Exception as error:
             annotate(error, f"in loss_fn, micro-batch {i}")
             raise
-        if objective.came_with_weights and objective.divisor is not None:
+        if objective.returns_weights and objective.divisor is not None:
             root = root * objective.divisor  # yet to be divided by all of the step
         self.shares.append(root)
         return torch.stack([root.to(torch.float32)])
@@ -361,13 +361,13 @@ class _MiniBatch(Source):
     @property
     def weighed(self) -> bool:
         """Whether losses came with weights."""
-        return self._objective is not None and self._objective.came_with_weights
+        return self._objective is not None and self._objective.returns_weights
 
     def factor(self) -> Any:
         """One by the weights of the losses, if they came with these; found once for all ranks."""
         if self._by is None:
             self._by = 1.0
-            if self._objective is not None and self._objective.came_with_weights:
+            if self._objective is not None and self._objective.returns_weights:
                 whole = self._mean(self._objective.total())
                 self._by = torch.where(whole == 0, 0.0, 1 / whole)
         return self._by

@@ -85,14 +85,14 @@ class Cell:
 
     # Of the class: most cells have none of these.
     #: For each outgoing edge how many ends there are to be, if the cell is recomputed.
-    expected: tuple[int, ...] = ()
+    expected_ends: tuple[int, ...] = ()
     recomputation: Recomputation | None = None  # then there are no ends yet
     #: On the last stage the loss, until it has gone back; and its gradient.
     root: tuple[GradientEdge, Tensor] | None = None
     output_cut: GraphCut | None = None  # where the graph of a loss begins, if not in the cell's
     target_cut: GraphCut | None = None  # of the targets that need a gradient, if any does
     targets: Sequence[Tensor] = ()
-    halves: WeightGradients | None = None  # keeps weight gradients, if the backward is split
+    weight_gradients: WeightGradients | None = None  # if the backward is split
 
     def __init__(self, flags: Sequence[Sequence[bool]]) -> None:
         self.flags = flags  # for each incoming edge
@@ -101,12 +101,12 @@ class Cell:
         #: last stage those that the loss is made of.
         self.ends: list[list[GradientEdge]] = []
 
-    def detached(self, value: Any) -> tuple[Any, Sequence[bool]]:
+    def detach_output(self, value: Any) -> tuple[Any, Sequence[bool]]:
         """An output to send without its graph, and for each tensor whether it needs a gradient."""
         single = type(value) is Tensor  # mostly it is so
         flags = (value.requires_grad,) if single else [t.requires_grad for t in tensors_in(value)]
         if self.recomputation is not None:
-            self.expected += (sum(flags),)
+            self.expected_ends += (sum(flags),)
         elif single:
             self.ends.append([_end(value)] if value.requires_grad else [])
         else:
@@ -200,21 +200,21 @@ class Leaves:
     So the graph of each cell is walked, which takes about 0.2 us a node.
     """
 
-    looks = False  #: whether the graph of a cell is looked at when it has gone forward
+    inspects = False  #: whether the graph of a cell is looked at when it has gone forward
 
     def __init__(self, call: Call, known: Iterable[Iterable[Tensor]]) -> None:
         self._call = call
         self._known = [{id(ANCHOR), *map(id, leaves)} for leaves in known]
         #: The nodes of leaves that are known and were met, so that nobody walks there again.
-        self._nodes: list[set[Any]] = [set() for _ in self._known]
-        self.nested = [False for _ in self._known]  # whether layers run a backward in theirs
+        self._known_nodes: list[set[Any]] = [set() for _ in self._known]
+        self.nested_backward = [False for _ in self._known]  # layers run a backward in theirs
 
     def unknown_leaves(self, j: int, nodes: Iterable[Any], *begins: Any) -> list[Tensor]:
         """The leaves of a graph of stage ``j`` that are not known.
 
         It ends in ``nodes``, and begins in leaves and in the cuts ``begins``, nowhere else.
         """
-        known, nodes_known = self._known[j], self._nodes[j]
+        known, nodes_known = self._known[j], self._known_nodes[j]
         new = []
         for node in nodes_of(nodes, nodes_known):
             kind = type(node)
@@ -227,7 +227,7 @@ class Leaves:
                 if node.apply.__self__ not in begins:
                     raise RuntimeError(FOREIGN)
             elif kind.__name__ == "CheckpointFunctionBackward":  # use_reentrant=True
-                self.nested[j] = True
+                self.nested_backward[j] = True
         return new
 
 
@@ -240,7 +240,7 @@ class Accumulated(Leaves):
 
     Attributes:
         parameters: for each stage those that are its own.
-        waits: for each those whose first gradient is still to come.
+        awaiting_grad: for each those whose first gradient is still to come.
     """
 
     def __init__(self, call: Call, known: Any = None) -> None:
@@ -253,34 +253,34 @@ class Accumulated(Leaves):
         super().__init__(call, own if call.ties is None else map(chain, own, call.ties.leaves))
         self.parameters = own
         #: By leaf its gradient before the call, and a copy of that.
-        self._before: dict[Tensor, tuple[Tensor | None, Tensor | None]] = {}
+        self._grads_before: dict[Tensor, tuple[Tensor | None, Tensor | None]] = {}
         self._owner: dict[int, tuple[Tensor, int]] = {}  # by identity: a leaf and its first stage
-        self.waits: list[list[Tensor]] = [[] for _ in stages]
+        self.awaiting_grad: list[list[Tensor]] = [[] for _ in stages]
         for j, parameters in enumerate(own):
-            self.begin(j)
+            self.expect_first_grads(j)
             for parameter in parameters:
                 self._owner.setdefault(id(parameter), (parameter, j))
         self.register(chain(*own))
 
-    def begin(self, j: int) -> None:
+    def expect_first_grads(self, j: int) -> None:
         """Call where the gradients of a stage's parameters begin anew."""
-        self.waits[j] = _without_grad(self.parameters[j])
+        self.awaiting_grad[j] = _without_grad(self.parameters[j])
 
     def register(self, leaves: Iterable[Tensor]) -> None:
         """Call before they get any gradient from this call."""
         for leaf in leaves:
-            if leaf.requires_grad and leaf not in self._before:
+            if leaf.requires_grad and leaf not in self._grads_before:
                 grad = leaf.grad
-                self._before[leaf] = (grad, None if grad is None else grad.detach().clone())
+                self._grads_before[leaf] = (grad, None if grad is None else grad.detach().clone())
 
-    def before(self, leaf: Tensor) -> Tensor | None:
+    def grad_before(self, leaf: Tensor) -> Tensor | None:
         """The gradient that a leaf had, as a copy."""
-        return self._before.get(leaf, (None, None))[1]
+        return self._grads_before.get(leaf, (None, None))[1]
 
     @torch.no_grad()
     def restore(self) -> None:
         """Gives leaves the gradients that they had."""
-        for leaf, (grad, before) in self._before.items():
+        for leaf, (grad, before) in self._grads_before.items():
             if grad is not None and before is not None:
                 grad.copy_(before)
             leaf.grad = grad
@@ -288,7 +288,7 @@ class Accumulated(Leaves):
     @torch.no_grad()
     def scale(self, factor: float | Tensor) -> None:
         """Multiplies what was added by this call by a number, or a tensor on any device."""
-        for leaf, (_, before) in self._before.items():
+        for leaf, (_, before) in self._grads_before.items():
             if (grad := leaf.grad) is not None:
                 here = moved(factor, grad.device) if isinstance(factor, Tensor) else factor
                 if before is None:
@@ -306,10 +306,10 @@ class Accumulated(Leaves):
             original = self._call.original_of.get(id(leaf), leaf)
             _, owner = self._owner.setdefault(id(original), (original, j))  # atomic
             if original is not leaf or self._worker_of[owner] != self._worker_of[j]:
-                raise RuntimeError(self._shared(original, owner, j))
+                raise RuntimeError(self._shared_message(original, owner, j))
         self.register(new)
-        self._call.release_to_caller(j, list(map(self.before, new)))
-        self.waits[j] += _without_grad(new)
+        self._call.release_to_caller(j, list(map(self.grad_before, new)))
+        self.awaiting_grad[j] += _without_grad(new)
         self._known[j].update(map(id, new))
 
     def own_first_grads(self, j: int) -> None:
@@ -319,14 +319,14 @@ class Accumulated(Leaves):
         While that of ``x`` is on its way to another stage, or waits for its weight half, the next
         micro-batch would be added to it in place.
         """
-        fresh = self.waits[j]
+        fresh = self.awaiting_grad[j]
         for leaf in fresh:
             if type(leaf.grad) is Tensor and users_of(leaf.grad) > 1:
                 leaf.grad = leaf.grad.clone()
         rest = [leaf for leaf in fresh if leaf.grad is None]
         if len(rest) < len(fresh):
             self._call.release_to_caller(j, [leaf.grad for leaf in fresh])
-            self.waits[j] = rest
+            self.awaiting_grad[j] = rest
 
     def go_back(
         self, j: int, roots: Sequence[Any], grads: Sequence[Tensor], cell: Cell, *begins: Any
@@ -336,7 +336,7 @@ class Accumulated(Leaves):
         new = self.unknown_leaves(j, map(_node_of, roots), *(begins or (cell.cut,)))
         if new:
             self.adopt(j, new)
-        run = go_back if cell.halves is None else cell.halves.go_back
+        run = go_back if cell.weight_gradients is None else cell.weight_gradients.go_back
         run(roots, grads)
 
     def pop_grads(self, j: int, leaves: Sequence[Tensor]) -> list[Tensor | None]:
@@ -359,7 +359,7 @@ class Accumulated(Leaves):
         owned = [each for each in self._owner.values() if id(each[0]) not in known]
         return [leaf for leaf, _ in sorted(owned, key=lambda each: each[1])]
 
-    def _shared(self, leaf: Tensor, *users: int) -> str:
+    def _shared_message(self, leaf: Tensor, *users: int) -> str:
         pipeline, named = self._call.pipeline, []
         for j in sorted(users):
             stage = pipeline.stages[j]

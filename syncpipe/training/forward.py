@@ -36,7 +36,7 @@ from syncpipe.stages.call import Call, needs_graph, plain
 from syncpipe.stages.pipeline import Pipeline
 from syncpipe.training.cell import ANCHOR, Cell, GraphCut, Leaves
 from syncpipe.training.sources import Source
-from syncpipe.training.train import TrainingTask, common_of, joined
+from syncpipe.training.train import TrainingTask, common_leaves_of, join_outputs
 
 _TWICE = (
     "Trying to backward through a mini-batch of a pipe a second time: what its layers stored is "
@@ -56,7 +56,7 @@ def forward(
     """
     micro_batches, sizes = scatter_sized(input, chunks)
     if inline == "graph" or needs_graph():
-        return gather(plain(pipeline, micro_batches, checkpoint), common_of(pipeline))
+        return gather(plain(pipeline, micro_batches, checkpoint), common_leaves_of(pipeline))
     call = Call(
         pipeline, len(micro_batches), checkpoint=checkpoint, inline=bool(inline),
         recorder=recorder, graph=True,
@@ -68,38 +68,38 @@ def forward(
     outputs, head.outputs = call.collected(head.outputs), []
     if leaves is not None and any(map(any, head.flags)):
         entered = [tensor for i in range(call.m) for tensor in source.inputs(i)]
-        outputs = leaves.joined(task, head, entered, outputs)
-    return joined(pipeline, outputs, source)
+        outputs = leaves.attach_node(task, head, entered, outputs)
+    return join_outputs(pipeline, outputs, source)
 
 
 class _Outputs:
     """The head of a task that gives outputs back, and whose gradients come from outside."""
 
-    given = staticmethod(tensors_in)  #: the tensors of an output whose gradients come from outside
+    graph_outputs = staticmethod(tensors_in)  #: of an output, those that get gradients
 
     def __init__(self, call: Call) -> None:
         self._call = call
         self.outputs: list[Any] = [None] * call.m  # detached
         self.flags: list[Sequence[bool]] = [()] * call.m  # which tensors need a gradient
         self.grads: list[list[Tensor | None]] = []  # of these
-        self.after: Any = None  # when gradients are there
+        self.grads_ready: Any = None  # when gradients are there
 
     def take(self, j: int, i: int, output: Any, target: Any, cell: Cell) -> None:
-        self.outputs[i], self.flags[i] = cell.detached(output)
+        self.outputs[i], self.flags[i] = cell.detach_output(output)
 
     def go_back(self, j: int, i: int, cell: Cell) -> list[list[Tensor | None]]:
         grads, self.grads[i] = self.grads[i], []
-        return [self._call.to_stage(grads, j, self.after)]
+        return [self._call.to_stage(grads, j, self.grads_ready)]
 
 
 class Captured(Leaves):
     """Those of one call of ``pipe(x)``: captured in each cell, and summed for each stage.
 
-    It is also what the node of the call runs. ``_given`` are the tensors that get gradients, each
-    with the leaves that stand for it: ``(number of the stage, leaf)``.
+    It is also what the node of the call runs. ``_receivers`` are the tensors that get gradients,
+    each with its leaves in the stages: ``(number of the stage, leaf)``.
     """
 
-    looks, _keep = True, False
+    inspects, _retain_graph = True, False
 
     def __init__(self, call: Call, micro_batches: list[Any]) -> None:
         stages = call.pipeline.stages
@@ -111,24 +111,24 @@ class Captured(Leaves):
             for j in range(call.pipeline.n):
                 self._known[j] -= call.ties.foreign(j)
         self._micro_batches = micro_batches
-        self._found: list[dict[int, Tensor]] = [{} for _ in stages]  # those of no module
-        self._own: list[list[Tensor]] = [[] for _ in stages]  # by number: what is captured
-        self._given: list[tuple[Tensor, list[tuple[int, Tensor]]]] = []
-        self._places: list[tuple[Any, str, Any]] = []
+        self._other_leaves: list[dict[int, Tensor]] = [{} for _ in stages]  # those of no module
+        self._captured: list[list[Tensor]] = [[] for _ in stages]  # by number: what is captured
+        self._receivers: list[tuple[Tensor, list[tuple[int, Tensor]]]] = []
+        self._swaps: list[tuple[Any, str, Any]] = []
         #: The buffers before the first forward, their versions, and copies of small ones.
-        self._before: list[tuple[nn.Module, str, Tensor, int, Tensor | None]] = []
+        self._buffers: list[tuple[nn.Module, str, Tensor, int, Tensor | None]] = []
         made: dict[int, Tensor] = {}
         for stage in stages[: call.pipeline.n]:
             for module in stage.partition.modules():
                 for name, buffer in module._buffers.items() if module._buffers else ():
                     if buffer is not None and not is_lazy(buffer):
                         copied = copy_of(buffer, made) if is_small(buffer) else None
-                        self._before.append((module, name, buffer, version_of(buffer), copied))
-        self.waits = [() for _ in stages]  # nothing is added to any leaf
+                        self._buffers.append((module, name, buffer, version_of(buffer), copied))
+        self.awaiting_grad = [() for _ in stages]  # nothing is added to any leaf
         self._sums: list[dict[int, Tensor]] = []
-        self._summed: list[set[int]] = []  # the leaves whose sum was made here: nobody else has it
+        self._own_sums: list[set[int]] = []  # leaves whose sum is our own memory
 
-    def look(self, j: int, outputs: Any, cut: GraphCut) -> None:
+    def inspect(self, j: int, outputs: Any, cut: GraphCut) -> None:
         """Finds the leaves in the graph of a cell of stage ``j``, also those of no module."""
         nodes = []
         for end in tensors_in(outputs):
@@ -145,9 +145,9 @@ class Captured(Leaves):
                     f"{stage.describe(0)}, and {what}: its hooks would run once for each "
                     f"micro-batch. {way}, or use syncpipe.inline(graph=True)"
                 )
-            self._found[j][id(leaf)] = leaf
+            self._other_leaves[j][id(leaf)] = leaf
 
-    def _close(self) -> None:
+    def _find_receivers(self) -> None:
         """Finds what gets gradients, after the last forward.
 
         What is in no cell's graph is not among it: its hooks do not run.
@@ -155,38 +155,41 @@ class Captured(Leaves):
         call, n = self._call, self._call.pipeline.n
         given: dict[int, tuple[Tensor, list[tuple[int, Tensor]]]] = {}
         for j, stage in enumerate(call.pipeline.stages):
-            ties, substitute_of, own = call.ties, call.substitute_of[j], dict(self._found[j])
+            ties, substitute_of, own = call.ties, call.substitute_of[j], dict(self._other_leaves[j])
             if j >= n:
                 assert call.replicas is not None
-                self._own[j] = [*own.values(), *call.replicas.trained[j]]
+                self._captured[j] = [*own.values(), *call.replicas.trained[j]]
             else:
                 foreign = set() if ties is None else ties.foreign(j)
                 own |= {id(t): t for t in _tensors_of(stage.partition) if id(t) not in foreign}
                 for module in stage.partition.modules():
-                    self._places += [(module._parameters, *p) for p in module._parameters.items()]
+                    self._swaps += [(module._parameters, *p) for p in module._parameters.items()]
             for tensor in own.values():
                 if tensor.requires_grad:
-                    found = id(tensor) in self._found[j]
+                    found = id(tensor) in self._other_leaves[j]
                     leaf = tensor if found else substitute_of.get(id(tensor), tensor)
                     tensor = call.original_of.get(id(tensor), tensor)
                     given.setdefault(id(tensor), (tensor, []))[1].append((j, leaf))
                     if j < n:
-                        self._own[j].append(leaf)
+                        self._captured[j].append(leaf)
             if ties is not None and j < n:
-                self._own[j] += ties.leaves[j]
-        if not any(self.nested):  # where a graph does not show all leaves
-            leaves = [*chain(*self._found), *[id(node.variable) for node in chain(*self._nodes)]]
+                self._captured[j] += ties.leaves[j]
+        if not any(self.nested_backward):  # where a graph does not show all leaves
+            leaves = [
+                *chain(*self._other_leaves),
+                *[id(node.variable) for node in chain(*self._known_nodes)],
+            ]
             used = {id(call.original_of[k]) if k in call.original_of else k for k in leaves}
             given = {k: found for k, found in given.items() if k in used}
-        self._given, self._nodes = list(given.values()), []
+        self._receivers, self._known_nodes = list(given.values()), []
 
-    def joined(
+    def attach_node(
         self, task: TrainingTask, head: _Outputs, entered: list[Tensor], outputs: list[Any]
     ) -> list[Any]:
-        self._close()
+        self._find_receivers()
         self._head = head
-        self._task = task.going_back(None, None, keep=False)  # which must not hold this object
-        self.entered, self.trained = entered, [tensor for tensor, _ in self._given]
+        self._task = task.backward_task(None, None, keep=False)  # which must not hold this object
+        self.inputs, self.trained = entered, [tensor for tensor, _ in self._receivers]
         # Each of them comes to the node by an alias. The alias that is made last gets its gradient
         # first, so the gradients of one tensor are added up last micro-batch first, and hooks of
         # parameters run as they would in one backward. Function.apply holds the interpreter's lock
@@ -204,40 +207,41 @@ class Captured(Leaves):
 
         return list(map_tensors(chosen, outputs))
 
-    def run(self, grads: Sequence[Tensor | None], *, keep: bool) -> list[Tensor | None]:
+    def backward(self, grads: Sequence[Tensor | None], *, keep: bool) -> list[Tensor | None]:
         """Goes back through all cells, with gradients of the outputs that need one.
 
         It returns those of ``entered`` and of ``trained``; with ``keep`` it can be done again.
         """
         head, leaves, call = copy(self._head), copy(self), self._call
-        leaves._keep = keep
-        leaves._sums, leaves._summed = [{} for _ in self._own], [set() for _ in self._own]
-        leaves._own = [[leaf for leaf in own if leaf.requires_grad] for own in self._own]
-        task = self._task.going_back(leaves, head, keep=keep)
+        leaves._retain_graph = keep
+        leaves._sums = [{} for _ in self._captured]
+        leaves._own_sums = [set() for _ in self._captured]
+        leaves._captured = [[leaf for leaf in own if leaf.requires_grad] for own in self._captured]
+        task = self._task.backward_task(leaves, head, keep=keep)
         following = iter(grads)
         head.grads = [list(islice(following, sum(flags))) for flags in head.flags]
-        head.after = call.ready([grad for grad in grads if grad is not None])
+        head.grads_ready = call.ready([grad for grad in grads if grad is not None])
         del grads
         pipeline, returns = call.pipeline, () if call.ties is None else call.ties.edges
         steps = _backward_steps(
             pipeline.edges, call.m, pipeline.placement, call.rematerialized[: pipeline.n], returns
         )
         pipeline.with_modes(partial(call.run_backward, steps, task))
-        entered = [grad for _, grads in sorted(task.entered.items()) for grad in grads]
+        entered = [grad for _, grads in sorted(task.input_grads.items()) for grad in grads]
         with call.as_caller():  # a thread of autograd uses the default streams of other devices
             returned = [  # by a replica on a device of its own, perhaps
                 None if grad is None else moved(grad, tensor.device)
-                for tensor, grad in zip(self.entered, entered, strict=True)
+                for tensor, grad in zip(self.inputs, entered, strict=True)
             ]
             return [*returned, *leaves.sums()]
 
-    def recorded(self, grads: Sequence[Tensor | None], inputs: Sequence[Tensor]) -> list[Any]:
+    def differentiable(self, grads: Sequence[Tensor | None], inputs: Sequence[Any]) -> list[Any]:
         """The same with a graph of its own: of the layers, which run again.
 
         In the modules are then parameters as they were, and copies of buffers before the forward.
         """
-        call, swaps, made = self._call, list[Swap](self._places), dict[int, Tensor]()
-        for module, name, buffer, version, copied in self._before:
+        call, swaps, made = self._call, list[Swap](self._swaps), dict[int, Tensor]()
+        for module, name, buffer, version, copied in self._buffers:
             if copied is None and version_of(buffer) != version:
                 raise RuntimeError(
                     f"the buffer {name!r} ({described(buffer)}) of a {type(module).__name__} was "
@@ -259,12 +263,12 @@ class Captured(Leaves):
 
     def go_back(self, j: int, roots: Sequence[Any], grads: Sequence[Tensor], cell: Cell) -> None:
         """As of ``Accumulated``."""
-        own, streams = self._own[j], self._call.streams_of[j]
+        own, streams = self._captured[j], self._call.streams_of[j]
         found: Sequence[Tensor | None]
-        if self.nested[j]:
-            found = self._accumulated(own, roots, grads)
+        if self.nested_backward[j]:
+            found = self._capture_in_grad(own, roots, grads)
         else:
-            found = captured(roots, grads, (*own, ANCHOR), keep=self._keep)[:-1]
+            found = captured(roots, grads, (*own, ANCHOR), keep=self._retain_graph)[:-1]
         if streams.backend is not None:
             # The engine adds up what a leaf gets in one cell on the stream on which the leaf came
             # into a graph first: the caller's, or another worker's. Their memory is that stream's.
@@ -273,21 +277,21 @@ class Captured(Leaves):
                     streams.backend.keep(grad, streams.compute)
         self.add(j, own, found)
 
-    def _accumulated(self, own: Sequence[Tensor], roots: Any, grads: Any) -> list[Tensor | None]:
+    def _capture_in_grad(self, own: list[Tensor], roots: Any, grads: Any) -> list[Tensor | None]:
         """The same where a layer runs a backward inside of its own, which adds to ``.grad``."""
         before = [leaf.grad for leaf in own]
 
         def run() -> list[Tensor | None]:
             for leaf in own:
                 leaf.grad = None
-            go_back(roots, grads, keep=self._keep)
+            go_back(roots, grads, keep=self._retain_graph)
             return [leaf.grad for leaf in own]
 
         return run_and_undo(run, map(setattr, own, repeat("grad"), before))
 
     def pop_grads(self, j: int, leaves: Sequence[Tensor]) -> list[Tensor | None]:
         """As of ``Accumulated``."""
-        self._summed[j].difference_update(map(id, leaves))
+        self._own_sums[j].difference_update(map(id, leaves))
         return [self._sums[j].pop(id(leaf), None) for leaf in leaves]
 
     def add(self, j: int, leaves: Sequence[Tensor], grads: Sequence[Tensor | None]) -> None:
@@ -296,7 +300,7 @@ class Captured(Leaves):
         A first gradient is never added to in place: of ``x + p`` it is the gradient of ``x`` as
         well, which another stage may still read.
         """
-        sums, summed = self._sums[j], self._summed[j]
+        sums, summed = self._sums[j], self._own_sums[j]
         into: list[Tensor] = []
         added: list[Tensor] = []
         for leaf, grad in zip(leaves, grads, strict=True):
@@ -321,7 +325,7 @@ class Captured(Leaves):
         for j, sums in enumerate(self._sums):
             self._call.release_to_caller(j, list(sums.values()))
         found: list[Tensor | None] = []
-        for _, places in self._given:
+        for _, places in self._receivers:
             total = None
             for j, leaf in reversed(places):
                 part = self._sums[j].pop(id(leaf), None)
@@ -357,7 +361,7 @@ class _Node(torch.autograd.Function):
     ) -> tuple[Tensor, ...]:
         ctx.set_materialize_grads(False)
         ctx.work = work
-        ctx.save_for_backward(*work.entered, *work.trained)
+        ctx.save_for_backward(*work.inputs, *work.trained)
         return tuple([output.detach() for output in outputs])
 
     @staticmethod
@@ -366,11 +370,11 @@ class _Node(torch.autograd.Function):
         if work is None:
             raise RuntimeError(_TWICE)
         if torch.is_grad_enabled():
-            return None, None, *work.recorded(grads, ctx.saved_tensors)
+            return None, None, *work.differentiable(grads, ctx.saved_tensors)
         keep = _graph_stays()
         if not keep:
             ctx.work = None
-        return None, None, *work.run(grads, keep=keep)
+        return None, None, *work.backward(grads, keep=keep)
 
 
 @lru_cache(maxsize=128)

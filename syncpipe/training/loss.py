@@ -43,10 +43,10 @@ class Objective:
 
     Attributes:
         loss_fn: what is known of the loss function.
-        known: the weights and their sum, where these are known before anything runs; they may be on
-            another device than the last stage.
+        known_weights: the weights and their sum, if they are known before anything runs; perhaps
+            on another device than the last stage.
         is_sum: whether losses are sums over samples, and so is that of several mini-batches.
-        came_with_weights: whether the loss function returned a weight with each loss.
+        returns_weights: whether the loss function returned a weight with each loss.
     """
 
     def __init__(
@@ -58,7 +58,7 @@ class Objective:
         self.call, self.draws = loss_fn.call, loss_fn.draws
         self.sizes, self._several = source.sizes, several
         self.is_sum = loss_fn.reduction == "sum"
-        self.came_with_weights = False
+        self.returns_weights = False
         self._kind: str | None = None  # what loss_fn returns, in words
         self._losses: list[Any] = [None] * m
         self._weights: list[Weight] = [1] * m
@@ -68,16 +68,16 @@ class Objective:
                 f"weight has {len(loss_fn.weigh)} numbers, but there are {m} micro-batches: give "
                 "one for each of them, or a function of the target"
             )
-        self.known: tuple[list[Weight], Weight] | None = None
+        self.known_weights: tuple[list[Weight], Weight] | None = None
         self._divisor: Weight | None = None
         if self.is_sum:
-            self.known = [1.0] * m, 1.0
+            self.known_weights = [1.0] * m, 1.0
         elif loss_fn.weigh is None:
             self._divisor = loss_fn.total(source.targets, source.total)
         elif source.targets is not None:
             found = [loss_fn.weight(i, target) for i, target in enumerate(source.targets)]
             weights = [source.sizes[i] if w is None else w for i, w in enumerate(found)]
-            self.known = weights, sum(weights)
+            self.known_weights = weights, sum(weights)
 
     def root(self, *args: Any) -> Tensor:
         """Notes a loss as :meth:`root_and_gradient` does; what goes back from a gradient of one."""
@@ -93,23 +93,23 @@ class Objective:
         the micro-batch goes back from, and the gradient of that.
         """
         if known is not None:
-            self.known = known
-        returned = self._checked(i, parse(result))
+            self.known_weights = known
+        returned = self._check_kind(i, parse(result))
         loss, weight = returned.loss, self._weight(i, returned, output, target)
         self._losses[i], self._weights[i] = compact(loss.detach()), weight
         if returned.metrics:
             self._metrics[i] = map_tensors(
                 lambda ts: [compact(t.detach()) for t in ts], dict(returned.metrics)
             )
-        if self.known is not None:
-            self._divisor = self.known[1]
+        if self.known_weights is not None:
+            self._divisor = self.known_weights[1]
         elif self._divisor is None:
             first = self.sizes[0] if self._several else weight
             if isinstance(first, Tensor):
                 first = torch.where(first == 0, torch.ones_like(first), first)
             self._divisor = self.m * (first if isinstance(first, Tensor) else first or 1)
         if not self.loss_fn.exact if isinstance(weight, Tensor) else not weight:
-            loss = _with_a_part(loss, weight, output)
+            loss = _with_zero_gradient(loss, weight, output)
         share = self._share(weight, self._divisor)
         if not isinstance(share, Tensor) and self._accumulate == 1 and self._scaler is None:
             return loss, share  # the bits are those of going back from `loss * share`
@@ -118,30 +118,30 @@ class Objective:
             part = part / self._accumulate
         return part if self._scaler is None else self._scaler.scale(part), 1.0
 
-    def noted(self, i: int) -> tuple[Any, ...]:
+    def records(self, i: int) -> tuple[Any, ...]:
         return self._losses[i], self._weights[i], self._divisor, self._metrics[i]
 
     def bring(self, device: torch.device) -> None:
-        self._losses, self._weights, self._metrics, self._divisor, self.known = map_tensors(
+        self._losses, self._weights, self._metrics, self._divisor, self.known_weights = map_tensors(
             lambda tensors: [moved(tensor, device) for tensor in tensors],
-            [self._losses, self._weights, self._metrics, self._divisor, self.known],
+            [self._losses, self._weights, self._metrics, self._divisor, self.known_weights],
         )
 
     @property
     def divisor(self) -> Weight | None:
         """By what losses are divided; None as long as it depends on the first of them."""
-        if self.known is not None:
-            return self.known[1]
+        if self.known_weights is not None:
+            return self.known_weights[1]
         return self._divisor if self._kind is not None or self.loss_fn.exact else None
 
     def total(self) -> Weight:
         """The sum of the weights."""
-        return sum(self._weights) if self.known is None else self.known[1]
+        return sum(self._weights) if self.known_weights is None else self.known_weights[1]
 
     def factor(self) -> Weight | None:
         """What all gradients have yet to be multiplied by; None for nothing."""
         total, divisor = self.total(), self._divisor
-        if self.known is not None or divisor is None:
+        if self.known_weights is not None or divisor is None:
             return None
         if isinstance(total, Tensor):  # where nothing counts all gradients are zero already
             return torch.where(total == 0, 1.0, divisor / total)
@@ -152,7 +152,7 @@ class Objective:
     def loss(self, of: Sequence[int] | None = None, losses: list[Any] | None = None) -> Tensor:
         """The loss of some or all micro-batches, detached, or what other ``losses`` make."""
         found = self._losses if of is None else [self._losses[i] for i in of]
-        loss: Tensor = self.combined(losses or found, of)
+        loss: Tensor = self.combine(losses or found, of)
         return loss
 
     def metrics(self) -> dict[str, Any] | None:
@@ -172,38 +172,38 @@ class Objective:
                 else isinstance(v, numbers.Real)
                 for v in values
             )  # fmt: skip
-            found[name] = self.combined(values) if single else values
+            found[name] = self.combine(values) if single else values
         return found
 
-    def combined(self, values: list[Any], of: Sequence[int] | None = None) -> Any:
+    def combine(self, values: list[Any], of: Sequence[int] | None = None) -> Any:
         """One value of those of all micro-batches, or of some, as of their losses."""
         weights = self._weights if of is None else [self._weights[i] for i in of]
-        whole = self.total() if of is None or self.is_sum else sum(weights)
+        total = self.total() if of is None or self.is_sum else sum(weights)
         parts = [
-            self._part(value, weight, whole)
+            self._part(value, weight, total)
             for value, weight in zip(values, weights, strict=True)
             if isinstance(weight, Tensor) or weight
         ]
         return sum(parts[1:], parts[0]) if parts else values[0] * math.nan
 
-    def _part(self, value: Any, weight: Weight, whole: Weight) -> Any:
-        share: Any = self._share(weight, whole)
+    def _part(self, value: Any, weight: Weight, total: Weight) -> Any:
+        share: Any = self._share(weight, total)
         if not isinstance(share, Tensor):
             return value if share == 1 else value * share
         if isinstance(value, Tensor):
             share = share.to(value.dtype) if value.is_floating_point() else share
         return torch.where(share == 0, 0.0, value * share)
 
-    def _share(self, weight: Weight, whole: Weight) -> Weight:
-        if not isinstance(weight, Tensor) and not isinstance(whole, Tensor) and not whole:
+    def _share(self, weight: Weight, total: Weight) -> Weight:
+        if not isinstance(weight, Tensor) and not isinstance(total, Tensor) and not total:
             return math.nan
-        return weight / whole
+        return weight / total
 
-    def _checked(self, i: int, returned: Returned) -> Returned:
+    def _check_kind(self, i: int, returned: Returned) -> Returned:
         """What was returned for a micro-batch, if that goes with all else (ValueError)."""
         weighted, kind = returned.weight is not None, returned.kind
         if self._kind is None:
-            self._kind, self.came_with_weights = kind, weighted
+            self._kind, self.returns_weights = kind, weighted
             if weighted:
                 self._divisor = None
         if kind != self._kind:
@@ -219,8 +219,8 @@ class Objective:
     def _weight(self, i: int, returned: Returned, output: Any, target: Any) -> Weight:
         """How much a micro-batch counts: where the loss is, if that is a tensor."""
         weight, loss = returned.weight, returned.loss
-        if self.known is not None:
-            weight = self.known[0][i]
+        if self.known_weights is not None:
+            weight = self.known_weights[0][i]
         elif weight is None and self.loss_fn.weigh is not None:
             weight = self.loss_fn.weight(i, target)
         elif weight is None and self.loss_fn.count is not None:
@@ -233,7 +233,7 @@ class Objective:
         return weight
 
 
-def _with_a_part(loss: Tensor, weight: Weight, output: Any) -> Tensor:
+def _with_zero_gradient(loss: Tensor, weight: Weight, output: Any) -> Tensor:
     """A loss whose gradient is zero where its weight is, even if it is a mean over nothing."""
     if isinstance(weight, Tensor):  # nobody waits for its value
 
@@ -261,7 +261,7 @@ class LossHead:
     on the first of the workers, and returns what the caller goes on with.
     """
 
-    given = staticmethod(distinct)  #: the tensors of an output whose gradients come from the loss
+    graph_outputs = staticmethod(distinct)  #: of an output, those that get gradients
 
     def __init__(
         self, call: Call, objective: Any, leaves: Any = None, *, keep_outputs: bool,
@@ -269,8 +269,8 @@ class LossHead:
     ) -> None:  # fmt: skip
         self._call, self._objective, self._leaves, self._keep = call, objective, leaves, keep
         self._lock = threading.Lock()
-        self._entering = None if objective is None else objective.known
-        self._known: dict[int, Any] = {}  # where each worker is
+        self._weights_at_start = None if objective is None else objective.known_weights
+        self._weights_of: dict[int, Any] = {}  # where each worker is
         draws = None if objective is None else objective.draws
         #: For each worker the generators that the loss function draws from, if that is known.
         self.draws: dict[int, int | None] = dict.fromkeys(call.pipeline.replica_indices[-1], draws)
@@ -280,7 +280,7 @@ class LossHead:
             for j in (self.draws if leaves is not None else ())
         }
         self.outputs: list[Any] | None = [None] * call.m if keep_outputs else None  # detached
-        self.goes_back = False  # whether any loss needed a gradient
+        self.loss_requires_grad = False  # whether any loss needed a gradient
 
     def take(self, j: int, i: int, output: Any, target: Any, cell: Cell) -> None:
         """Takes the output of a micro-batch; the cell learns how to go back."""
@@ -288,15 +288,15 @@ class LossHead:
             self.outputs[i] = detached(output)
         if self._objective is not None:
             if self._call.state.grad:
-                output, target = self._begun(output, target, cell)
+                output, target = self._begin_loss_graph(output, target, cell)
             root, share = self._loss(j, i, (output, target))
             if root.requires_grad:
-                self.goes_back = True
+                self.loss_requires_grad = True
                 cell.root = ends_of(root)[0], torch.full_like(root, share)
         if self.outputs is not None and self._call.m > 1:  # loss_fn may have written into it
             self.outputs[i] = map_tensors(lambda ts: [compact(t) for t in ts], self.outputs[i])
 
-    def _begun(self, output: Any, target: Any, cell: Cell) -> tuple[Any, Any]:
+    def _begin_loss_graph(self, output: Any, target: Any, cell: Cell) -> tuple[Any, Any]:
         """Begins the graph of the loss, which goes on into the cell's unless that is recomputed.
 
         The loss is not recomputed with it: it stores little, and may have side effects.
@@ -305,7 +305,7 @@ class LossHead:
         if cell.recomputation is None:
             cell.ends.append(ends)
         else:
-            cell.expected += (len(ends),)
+            cell.expected_ends += (len(ends),)
             cell.output_cut, output = cut_graph(output)
         cell.targets = [tensor for tensor in distinct(target) if tensor.requires_grad]
         if cell.targets:
@@ -328,13 +328,13 @@ class LossHead:
                 if probe.grad is not None:
                     raise RuntimeError(_BACKWARD)
                 probe.grad = before
-            if j not in self._known and self._entering is not None:
-                self._known[j] = self._call.to_stage(self._entering, j)
+            if j not in self._weights_of and self._weights_at_start is not None:
+                self._weights_of[j] = self._call.to_stage(self._weights_at_start, j)
             with self._lock:
                 root: tuple[Tensor, float] = objective.root_and_gradient(
-                    i, result, *given, self._known.get(j)
+                    i, result, *given, self._weights_of.get(j)
                 )
-            self._call.release_to_caller(j, objective.noted(i))
+            self._call.release_to_caller(j, objective.records(i))
             return root
         except BaseException as error:
             annotate(error, f"in loss_fn, micro-batch {i}")

@@ -26,17 +26,17 @@ from syncpipe.runtime.random_numbers import with_cpu_generator
 from syncpipe.state import SIMPLE, restoring_module
 from syncpipe.training.loss import Objective
 
-_MOST = 2**26  #: so many bytes of outputs are kept at most, but two micro-batches in any case
+_MAX_KEPT_BYTES = 2**26  #: of outputs, but two micro-batches are always kept
 _ROUNDING = {torch.float64: 1e-9, torch.float32: 1e-4}  #: relative to the loss
-_MOST_COUNTS = 32  #: so many are remembered, three for each loss function
-_WEIGHT = (
+_MAX_COUNTS = 32  #: entries of LossCounts, three for each loss function
+_WEIGHT_HINT = (
     "weight=, such as weight=lambda target: (target != -100).sum(), or (loss, weight) from loss_fn"
 )
-_BY_THE_MODEL = (
+_MODEL_LOSS = (
     "the loss is made by the model (output.loss), for each micro-batch by itself: with masked "
     "targets their mean is not that of the mini-batch, and gradients are off likewise. Let the "
     "model return its logits and compute the loss of them (F.cross_entropy counts masked targets "
-    f"right), or give {_WEIGHT}. If all count the same: verify=False"
+    f"right), or give {_WEIGHT_HINT}. If all count the same: verify=False"
 )
 
 
@@ -104,7 +104,7 @@ class LossCounts:
         for key, count in ((code, made), *((key, before + more) for key in keys)):
             self._counts.pop(key, None)  # to the end
             self._counts[key] = references, count
-        while len(self._counts) > _MOST_COUNTS:
+        while len(self._counts) > _MAX_COUNTS:
             del self._counts[next(iter(self._counts))]
 
 
@@ -167,7 +167,7 @@ class LossCheck:
     def keep(self, i: int, output: Any, target: Any) -> tuple[Any, Any] | None:
         """Keeps what the loss function is going to be given, as long as there is room."""
         size = sum(tensor.nbytes for tensor in tensors_in(output))
-        if len(self._kept) < 2 or self._bytes + size <= _MOST:
+        if len(self._kept) < 2 or self._bytes + size <= _MAX_KEPT_BYTES:
             self._bytes += size
             self._kept[i] = map_tensors(lambda ts: [t.detach().clone() for t in ts], output), target
         return self._kept.get(i)
@@ -177,16 +177,16 @@ class LossCheck:
         """What is wrong with the loss, by more than rounding; or why that cannot be said."""
         objective = self.objective
         self._common_outputs = common  # as in ``gather``
-        if objective.came_with_weights and not self._asked:
+        if objective.returns_weights and not self._asked:
             return None  # somebody has thought about it
         counted = objective.is_sum or objective.loss_fn.weigh is not None
-        if self._by_the_model():
-            return None if counted else Finding(_BY_THE_MODEL, True)
+        if self._made_by_model():
+            return None if counted else Finding(_MODEL_LOSS, True)
         error: Exception | None = None
         wrong: float | None = None
         for along in self._batch_dimensions():
             try:
-                found = self._whole(along)
+                found = self._loss_of_all(along)
             except Exception as failed:
                 error = error or failed
                 continue
@@ -198,22 +198,22 @@ class LossCheck:
                 return None
             wrong = float(found) if wrong is None else wrong
         if wrong is not None:
-            return Finding(self._wrong(wrong), True)
+            return Finding(self._mismatch_message(wrong), True)
         if self._asked and error is not None:
             raise error
-        return None if counted or error is None else Finding(_unchecked(error), False)
+        return None if counted or error is None else Finding(_unchecked_message(error), False)
 
-    def _by_the_model(self) -> bool:
+    def _made_by_model(self) -> bool:
         """Whether the loss is in the outputs already, and was not made of the others."""
         i, (output, target) = next(iter(self._kept.items()))
-        loss = self.objective.noted(i)[0]
+        loss = self.objective.records(i)[0]
         if not any(t.dim() == 0 and t.equal(loss) for t in tensors_in(output)):
             return False
         others = map_tensors(
             lambda ts: [t if t.dim() else torch.full_like(t, math.nan) for t in ts], output
         )
         try:
-            return not math.isfinite(self._called((others, target)))
+            return not math.isfinite(self._call_loss_fn((others, target)))
         except Exception:
             return True
 
@@ -233,29 +233,29 @@ class LossCheck:
         found = [[fit[0] for fit in fitting], [fit[-1] for fit in fitting], [0] * len(fitting)]
         return [along for k, along in enumerate(found) if along not in found[:k]]
 
-    def _whole(self, along: list[int]) -> Any:
+    def _loss_of_all(self, along: list[int]) -> Any:
         """What the loss function gives for all at once, whose samples are ``along`` dimensions.
 
         What has no dimensions was made of a micro-batch: it is combined as losses are.
         """
         outputs, targets = zip(*self._kept.values(), strict=True)
         common, given = self._common_outputs, enumerate(flatten(outputs[0], batches=True)[0])
-        whole = [k in common for k, leaf in given for _ in tensors_in(leaf)]
+        is_common_leaf = [k in common for k, leaf in given for _ in tensors_in(leaf)]
 
         def samples_first(tensors: list[Tensor]) -> list[Tensor]:
-            each = zip(tensors, along, whole, strict=True)
+            each = zip(tensors, along, is_common_leaf, strict=True)
             return [
-                t if is_whole else t.movedim(d, 0) if t.dim() else t.reshape(1)
-                for t, d, is_whole in each
+                t if is_common else t.movedim(d, 0) if t.dim() else t.reshape(1)
+                for t, d, is_common in each
             ]
 
         def as_they_were(tensors: list[Tensor]) -> list[Tensor]:
-            each = zip(tensors, along, tensors_in(outputs[0]), whole, strict=True)
+            each = zip(tensors, along, tensors_in(outputs[0]), is_common_leaf, strict=True)
             return [
-                t if is_whole
+                t if is_common
                 else t.movedim(0, d) if like.dim()
-                else self.objective.combined([*t], [*self._kept])
-                for t, d, like, is_whole in each
+                else self.objective.combine([*t], [*self._kept])
+                for t, d, like, is_common in each
             ]  # fmt: skip
 
         output = gather([map_tensors(samples_first, output) for output in outputs], common)
@@ -263,9 +263,9 @@ class LossCheck:
         if any(self._common):
             shared = zip(self._common, flatten(targets[0], batches=True)[0], leaves, strict=True)
             leaves = [first if common else joined for common, first, joined in shared]
-        return self._called((map_tensors(as_they_were, output), unflatten(leaves, structure)))
+        return self._call_loss_fn((map_tensors(as_they_were, output), unflatten(leaves, structure)))
 
-    def _called(self, given: tuple[Any, Any]) -> Any:
+    def _call_loss_fn(self, given: tuple[Any, Any]) -> Any:
         """What the loss function gives once more, which must not count, also in a metric."""
         modules = _modules_of(self.objective.loss_fn.function)
         call = torch.no_grad()(self.objective.call)
@@ -276,13 +276,13 @@ class LossCheck:
 
     def _agrees(self, found: Tensor, along: list[int]) -> bool:
         """Whether a loss is the one that was put together; or one of which nothing can be said."""
-        whole, parts = float(found), float(self.objective.loss([*self._kept]))
-        rounding = _ROUNDING.get(found.dtype, 2e-2) * abs(whole)
-        if not math.isfinite(whole) or abs(whole - parts) <= rounding:  # parts may be nan
+        total, parts = float(found), float(self.objective.loss([*self._kept]))
+        rounding = _ROUNDING.get(found.dtype, 2e-2) * abs(total)
+        if not math.isfinite(total) or abs(total - parts) <= rounding:  # parts may be nan
             return True
-        return self._goes_away(abs(whole - parts), along)
+        return self._is_rounding(abs(total - parts), along)
 
-    def _goes_away(self, difference: float, along: list[int]) -> bool:
+    def _is_rounding(self, difference: float, along: list[int]) -> bool:
         """Whether a difference is rounding after all, which numbers of more digits have less of.
 
         A loss of about zero is the sum of larger numbers, and relative to itself it is far off.
@@ -290,24 +290,24 @@ class LossCheck:
         kept = self._kept
         try:
             self._kept = {i: map_tensors(_in_double, given) for i, given in kept.items()}
-            losses = list(map(self._called, self._kept.values()))
+            losses = list(map(self._call_loss_fn, self._kept.values()))
             parts = self.objective.loss([*kept], losses)
-            return abs(float(self._whole(along)) - float(parts)) <= 1e-3 * difference
+            return abs(float(self._loss_of_all(along)) - float(parts)) <= 1e-3 * difference
         except Exception:  # there are no such numbers on this device, or in this loss
             return False
         finally:
             self._kept = kept
 
-    def _wrong(self, whole: float) -> str:
+    def _mismatch_message(self, total: float) -> str:
         reason = (
-            f"it is no mean over samples. A mean over what is not masked needs {_WEIGHT}; a sum "
-            "over samples needs loss_reduction='sum'"
+            "it is no mean over samples. A mean over what is not masked needs "
+            f"{_WEIGHT_HINT}; a sum over samples needs loss_reduction='sum'"
         )
         if self.objective.is_sum:
             reason = "it is no sum over samples. A mean over them needs loss_reduction='mean'"
         parts = float(self.objective.loss([*self._kept]))
         return (
-            f"loss_fn gives {whole:.6g} for {len(self._kept)} micro-batches at once, but put "
+            f"loss_fn gives {total:.6g} for {len(self._kept)} micro-batches at once, but put "
             f"together from each of them the loss is {parts:.6g}, and gradients are off likewise: "
             f"{reason}; a loss that compares samples needs them all, as loss_fn(pipe(input), "
             "target). If it is meant to be so: verify=False"
@@ -327,12 +327,12 @@ def _modules_of(function: Any) -> list[nn.Module]:
     return [m for m in modules if m is function or next(m.parameters(), None) is None]
 
 
-def _unchecked(error: Exception) -> str:
+def _unchecked_message(error: Exception) -> str:
     return (
         "loss_fn is not checked, because it cannot get several micro-batches at once "
         f"({type(error).__name__}: {error}). It is taken for a mean over samples. One over "
-        f"something else, such as what is not masked, needs {_WEIGHT}. If it is one over samples: "
-        "verify=False"
+        f"something else, such as what is not masked, needs {_WEIGHT_HINT}. If it is one over "
+        "samples: verify=False"
     )
 
 

@@ -110,29 +110,29 @@ def known_loss(
             f"loss_reduction={reduction!r}: must be one of 'mean', 'sum', "
             "whichever loss_fn does over the samples of a micro-batch"
         )
-    function, options = _opened(loss_fn)
-    said = options.get("reduction")
+    function, options = _function_and_options(loss_fn)
+    own_reduction = options.get("reduction")
     of_torch = type(loss_fn).__module__.startswith("torch.nn.modules")
-    if said == "none" and (of_torch or isinstance(loss_fn, partial)):
+    if own_reduction == "none" and (of_torch or isinstance(loss_fn, partial)):
         raise ValueError(
             "loss_fn has reduction='none', which gives a loss for each sample, and a loss is one "
             "number: use reduction='mean' or reduction='sum'"
         )
-    if said not in _REDUCTIONS:
-        said = None
-    if reduction is not None and said is not None and reduction != said:
+    if own_reduction not in _REDUCTIONS:
+        own_reduction = None
+    if reduction is not None and own_reduction is not None and reduction != own_reduction:
         raise ValueError(
-            f"loss_reduction={reduction!r}, but loss_fn has reduction={said!r}: leave out "
+            f"loss_reduction={reduction!r}, but loss_fn has reduction={own_reduction!r}: leave out "
             "loss_reduction, or make both the same"
         )
-    reduction = reduction or said or "mean"
+    reduction = reduction or own_reduction or "mean"
     if weight is None:
         exact = function in _FUNCTIONS.values() and not {"size_average", "reduce"} & set(options)
         weigh = count = None
         if exact and reduction == "mean" and function in _COUNTED.values():
-            weigh = partial(_kept, options.get("weight"), options.get("ignore_index"))
+            weigh = partial(_count_targets, options.get("weight"), options.get("ignore_index"))
         elif exact and reduction == "mean":
-            count = _rows if options.get("reduction") == "batchmean" else _elements
+            count = _count_rows if options.get("reduction") == "batchmean" else _count_elements
         return Loss(loss_fn, reduction, weigh, count, exact)
     if reduction == "sum":
         raise ValueError(
@@ -149,7 +149,7 @@ def known_loss(
     )
 
 
-def _opened(loss_fn: Any) -> tuple[Any, dict[str, Any]]:
+def _function_and_options(loss_fn: Any) -> tuple[Any, dict[str, Any]]:
     """What computes a loss, a function or a class of modules, and its options."""
     while (compiled := getattr(loss_fn, "_orig_mod", None)) is not None:
         loss_fn = compiled
@@ -162,7 +162,7 @@ def _opened(loss_fn: Any) -> tuple[Any, dict[str, Any]]:
     return _FUNCTIONS.get(kind, kind), options
 
 
-def _kept(weight: Tensor | None, ignored: int | None, target: Any) -> Any:
+def _count_targets(weight: Tensor | None, ignored: int | None, target: Any) -> Any:
     """By what ``F.cross_entropy`` and ``F.nll_loss`` divide; None: by samples."""
     if type(target) is not Tensor:
         return None
@@ -176,7 +176,7 @@ def _kept(weight: Tensor | None, ignored: int | None, target: Any) -> Any:
     return (weight[torch.where(there, target, 0)] * there).sum()
 
 
-def _elements(output: Any, target: Any) -> int | None:
+def _count_elements(output: Any, target: Any) -> int | None:
     """Over how many elements a mean of PyTorch's goes."""
     if not isinstance(output, Tensor):
         return None
@@ -186,7 +186,7 @@ def _elements(output: Any, target: Any) -> int | None:
     return int(math.prod(shape))
 
 
-def _rows(output: Any, target: Any) -> int | None:
+def _count_rows(output: Any, target: Any) -> int | None:
     return len(output) if isinstance(output, Tensor) and output.dim() else None
 
 

@@ -60,7 +60,7 @@ class RepeatingLoader(Generic[_T]):
         return self
 
     def __next__(self) -> _T:
-        return _next_of(self._iterable, self._running, "iterable", "RepeatingLoader")
+        return _next_item(self._iterable, self._running, "iterable", "RepeatingLoader")
 
 
 def refuse_dataset(data: Any, what: str) -> None:
@@ -76,7 +76,7 @@ def refuse_dataset(data: Any, what: str) -> None:
         )
 
 
-def _next_of(
+def _next_item(
     loader: Iterable[_T], running: MutableMapping[Any, Iterator[_T]], key: Any, who: str
 ) -> _T:
     """What comes next from a loader, pass after pass; the one that it is in is ``running[key]``."""
@@ -112,9 +112,9 @@ class Source:
         self._inputs, self._targets = list(inputs), dict(enumerate(targets))
 
     def pull(self, i: int) -> Any:
-        return self._pulled(i, self._inputs[i])
+        return self._note_input(i, self._inputs[i])
 
-    def _pulled(self, i: int, input: Any) -> Any:
+    def _note_input(self, i: int, input: Any) -> Any:
         tensors = tensors_in(input)
         if i == 0:
             self.dimensions = {size for tensor in tensors for size in tensor.shape[1:]}
@@ -149,18 +149,18 @@ class FromIterator(Source):
 
     def __init__(self, iterator: Iterator[Any], m: int, where: Any, pack: _Pack) -> None:
         super().__init__([None] * m, [], [0] * m)
-        self._iterator, self._where, self._pack = iterator, where, pack
+        self._iterator, self._target_key, self._pack = iterator, where, pack
         self.lock = threading.Lock()  # of the replicas of the first stage
         self._waiting: dict[int, Any] = {}  # what came to light, and was not pulled yet
-        self._following = 0
+        self._next_index = 0
 
     def pull(self, i: int) -> Any:
-        while self._following <= i:
-            self._waiting[self._following] = self._taken(self._following)
-            self._following += 1
+        while self._next_index <= i:
+            self._waiting[self._next_index] = self._fetch(self._next_index)
+            self._next_index += 1
         return self._waiting.pop(i)
 
-    def _taken(self, i: int) -> Any:
+    def _fetch(self, i: int) -> Any:
         if (pair := self._next_pair(f"micro-batch {i}")) is None:
             raise ValueError(
                 f"data_iter ended when asked for micro-batch {i} of {self.m} (chunks={self.m}). "
@@ -169,7 +169,7 @@ class FromIterator(Source):
             )
         input, self.sizes[i] = unwrapped(self._pack(pair[0]))
         self._targets[i], _ = unwrapped(pair[1])
-        return self._pulled(i, input)
+        return self._note_input(i, input)
 
     def _next_pair(self, what: str) -> tuple[Any, Any] | None:
         try:
@@ -179,7 +179,7 @@ class FromIterator(Source):
         except BaseException as error:
             annotate(error, f"in data_iter, when asked for {what}")
             raise
-        return _pair_of(item, self._where, f" for {what}")
+        return _pair_of(item, self._target_key, f" for {what}")
 
 
 #: Of the loaders that are asked for one mini-batch in each step.
@@ -242,7 +242,7 @@ def source_of(
             "micro-batches; or give a DataLoader, which is asked for a mini-batch in each step"
         )
     try:
-        item = _next_of(data_iter, _running, data_iter, "data_iter")
+        item = _next_item(data_iter, _running, data_iter, "data_iter")
     except BaseException as error:
         annotate(error, "in data_iter, when asked for a mini-batch")
         raise

@@ -56,7 +56,7 @@ from syncpipe.training.loss_function import Loss, known_loss
 from syncpipe.training.sources import FromIterator, Source
 from syncpipe.training.train import Message, TrainingTask, check_can_train
 
-_MANY = 1 << 62  #: more micro-batches than there will ever be
+_UNBOUNDED = 1 << 62  #: more micro-batches than there will ever be
 _END: Any = object()  #: stands for a micro-batch that there is not, and ends the stream
 #: Makes the optimizer of a stage.
 OptimizerFactory = Callable[[list[nn.Parameter]], Optimizer]
@@ -124,7 +124,7 @@ def stream(
             pipeline.streaming = n > 1
             if n > 1:  # casts of all stages go with an update of one, in the middle of a cell
                 torch.set_autocast_cache_enabled(False)
-            call = Call(pipeline, _MANY, checkpoint=checkpoint, **running)
+            call = Call(pipeline, _UNBOUNDED, checkpoint=checkpoint, **running)
             if call.replicas is not None:
                 call.replicas.let_train(pipeline.replicas)
             weights.extend(map(weights_of, pipeline.stages[n:]))
@@ -157,9 +157,9 @@ def stream(
                 map(torch._C._set_grad_enabled, [True]),
             ),
         )
-        if not (source.found or source.metrics):
+        if not (source.results or source.metrics):
             raise ValueError("data_iter gave no mini-batch, so there is nothing to train")
-        found = [source.found[batch] for batch in sorted(source.found)]
+        found = [source.results[batch] for batch in sorted(source.results)]
         device = pipeline.workers[pipeline.worker_of[pipeline.results]].device
         rows = [[weights[number] for number in numbers] for numbers in pipeline.replica_indices]
         with torch.no_grad():
@@ -315,7 +315,7 @@ class _StageWeights:
         self.used = array("q")
         self.updates, self.kept = 0, 1
         self._current: list[Tensor] = []
-        self._marks: list[Any] = []
+        self._markers: list[Any] = []
         self._swaps: list[tuple[StageRun, dict[int, list[Swap]]]] = []
         self._memory = [parameter.data for parameter in self.parameters]
         self._free: list[list[Tensor]] = []  # memory of versions that are over
@@ -350,7 +350,7 @@ class _StageWeights:
         """Call before anything else is done for micro-batch ``i``."""
         if self.leaves:
             version = self.used[i // self._every]
-            _, self._current, self._marks = self._held[version - self._held[0][0]]
+            _, self._current, self._markers = self._held[version - self._held[0][0]]
             for run, swaps in self._swaps:
                 run.swaps = swaps[id(self._current)]
 
@@ -382,13 +382,13 @@ class _StageWeights:
             found = [grad for grad in grads if grad is not None]  # else it is not used there
             mean: Any = sum(found[1:], found[0]) if found else None
             means.append(mean / len(there) if found and len(there) > 1 else mean)
-        made = self._make_room(i)
-        _give(self.parameters, means)
+        made = self._release_old_versions(i)
+        _set_grads(self.parameters, means)
         return made
 
     def pop_grads(self) -> list[Tensor | None]:
         """The gradients of the version in use, which then has none."""
-        if self.leaves and self._marks != list(map(_mark, self._current)):
+        if self.leaves and self._markers != list(map(_write_marker, self._current)):
             raise RuntimeError(
                 "a layer changed a parameter in its forward, in place (as an embedding with "
                 "max_norm does) or by its data, and train_stream has several versions of it, of "
@@ -401,7 +401,7 @@ class _StageWeights:
             leaf.grad = None
         return grads
 
-    def _make_room(self, i: int) -> list[Tensor]:
+    def _release_old_versions(self, i: int) -> list[Tensor]:
         """Moves the parameters, if others still need the newest version as it is; to where.
 
         Lets go of versions that nobody needs from micro-batch ``i`` on, after an update.
@@ -427,7 +427,7 @@ class _StageWeights:
     @torch.no_grad()
     def follow(self, i: int, newest: Sequence[Tensor]) -> list[Tensor]:
         """Makes the next version what the owner's is; otherwise as :meth:`gradients`."""
-        made = self._make_room(i)
+        made = self._release_old_versions(i)
         for parameter, value in zip(self.parameters, newest, strict=True):
             parameter.copy_(value)
         self.update()
@@ -446,7 +446,7 @@ class _StageWeights:
         leaves = self._unused.pop()
         for parameter, leaf in zip(self.parameters, leaves, strict=True):
             leaf.data = parameter.data
-        self._held.append((self.updates, leaves, list(map(_mark, leaves))))
+        self._held.append((self.updates, leaves, list(map(_write_marker, leaves))))
         self.kept = max(self.kept, len(self._held))
 
     def undo(self) -> Iterator[Any]:
@@ -468,12 +468,12 @@ def _leaf(parameter: nn.Parameter) -> Tensor:
     return substitute(parameter, parameter.data)
 
 
-def _mark(leaf: Tensor) -> tuple[int, int]:
+def _write_marker(leaf: Tensor) -> tuple[int, int]:
     """Changes when a layer writes into it, or assigns to its ``data``."""
     return version_of(leaf), storage_of(leaf)
 
 
-def _give(parameters: Sequence[nn.Parameter], grads: Sequence[Tensor | None]) -> None:
+def _set_grads(parameters: Sequence[nn.Parameter], grads: Sequence[Tensor | None]) -> None:
     """Gives parameters their gradients, by way of hooks if they have any."""
     hooked: list[tuple[nn.Parameter, Tensor]] = []
     for parameter, grad in zip(parameters, grads, strict=True):
@@ -487,7 +487,7 @@ def _give(parameters: Sequence[nn.Parameter], grads: Sequence[Tensor | None]) ->
         go_back([get_gradient_edge(p) for p, _ in hooked], [grad for _, grad in hooked])
 
 
-_BLOCK = 1000  #: losses that become one tensor
+_BLOCK_SIZE = 1000  #: losses that become one tensor
 
 
 class _MiniBatches(FromIterator):
@@ -498,11 +498,11 @@ class _MiniBatches(FromIterator):
 
     Attributes:
         extent: how many micro-batches there are.
-        found: by mini-batch the loss, detached, and the metrics, or None; of the last ones.
+        results: by mini-batch the loss, detached, and the metrics, or None; of the last ones.
         metrics: those of the mini-batches before.
     """
 
-    known = None  # each objective knows its own weights
+    known_weights = None  # each objective knows its own weights
 
     def __init__(
         self, iterator: Iterator[Any], chunks: int, steps: int | None, where: Any, pack: Any,
@@ -512,21 +512,21 @@ class _MiniBatches(FromIterator):
         self.chunks, self.call, self.draws, self._loss = chunks, loss.call, loss.draws, loss
         self.extent = Extent(math.inf if steps is None else steps * chunks, replicas)
         self._most = math.inf if steps is None else (steps - 1) * chunks
-        self.found: dict[int, tuple[Tensor, dict[str, Any] | None]] = {}
+        self.results: dict[int, tuple[Tensor, dict[str, Any] | None]] = {}
         self.metrics: list[dict[str, Any] | None] = []
         #: The losses of the mini-batches before: a tensor takes half a kilobyte more than a number.
         self._blocks: list[Tensor] = []
-        self._alone = replicas == 1  # one worker makes all losses, in turn
+        self._one_worker = replicas == 1  # one worker makes all losses, in turn
         self._objectives: dict[int, Objective] = {}  # of those that came, and are not through yet
         self._noted: dict[int, tuple[Any, ...]] = {}
 
-    def there(self, i: int) -> bool:
+    def has(self, i: int) -> bool:
         """Whether there is a micro-batch ``i``; to be asked once for each, in any order."""
-        while self._following <= min(i, self.extent.backwards - 1):
-            self._take(self._following)
+        while self._next_index <= min(i, self.extent.backwards - 1):
+            self._fetch_mini_batch(self._next_index)
         return i < self.extent.backwards
 
-    def _take(self, i: int) -> None:
+    def _fetch_mini_batch(self, i: int) -> None:
         """Takes the mini-batch that begins with micro-batch ``i``; or the stream ends there."""
         batch = i // self.chunks
         taken = self._cut(batch)
@@ -543,7 +543,7 @@ class _MiniBatches(FromIterator):
             for k in range(m):
                 self._waiting[i + k], self._targets[i + k] = taken.pull(k), taken.target(k)
             self.sizes += taken.sizes
-        self._following = i + self.chunks
+        self._next_index = i + self.chunks
 
     def _cut(self, batch: int) -> Source | None:
         if (pair := self._next_pair(f"mini-batch {batch}")) is None:
@@ -555,9 +555,9 @@ class _MiniBatches(FromIterator):
             )
         cut = Source(*scatter_pair(self._pack(pair[0]), pair[1], self.chunks))
         objective = self._objectives[batch] = Objective(self._loss, cut)
-        if objective.known is not None:  # here, where targets are; the loss may be elsewhere
-            weights, total = objective.known
-            objective.known = list(map(float, weights)), float(total)
+        if objective.known_weights is not None:  # the loss may be on another device
+            weights, total = objective.known_weights
+            objective.known_weights = list(map(float, weights)), float(total)
         return cut
 
     def pull(self, i: int) -> Any:
@@ -574,30 +574,30 @@ class _MiniBatches(FromIterator):
                 "what it is given, or does not use it"
             )
         last = k == objective.m - 1
-        late = objective.came_with_weights or (last and objective.factor() is not None)
+        late = objective.returns_weights or (last and objective.factor() is not None)
         if late and self.chunks > 1:
             raise ValueError(
                 "the weights of all micro-batches are needed before the first of them runs "
                 "backward, but they come with the losses: give train_stream weight=, a function of "
                 "the target, and let loss_fn return the loss alone, not (loss, weight)"
             )
-        self._noted[i] = objective.noted(k)
+        self._noted[i] = objective.records(k)
         if last:
             del self._objectives[batch]
             with torch.no_grad():
-                self.found[batch] = self._noted[i] = objective.loss(), objective.metrics()
-                if self._alone and len(self.found) == _BLOCK:
-                    found = list(self.found.values())
+                self.results[batch] = self._noted[i] = objective.loss(), objective.metrics()
+                if self._one_worker and len(self.results) == _BLOCK_SIZE:
+                    found = list(self.results.values())
                     self._blocks.append(torch.stack([loss for loss, _ in found]))
                     self.metrics += [metrics for _, metrics in found]
-                    self.found.clear()
+                    self.results.clear()
                     self._noted[i] += (self._blocks[-1],)
         return root
 
     def losses(self, found: list[tuple[Tensor, Any]]) -> list[Tensor]:
         return [*self._blocks, *[loss for loss, _ in found]]
 
-    def noted(self, i: int) -> tuple[Any, ...]:
+    def records(self, i: int) -> tuple[Any, ...]:
         """What was noted of a micro-batch, with which the caller goes on; to be asked once."""
         return self._noted.pop(i)
 
@@ -635,7 +635,7 @@ class _StreamTask(TrainingTask):
         def forward(i: int, messages: list[Message]) -> Sequence[Message]:
             if self._first[j]:
                 with self._stream.lock:
-                    there = with_cpu_generator(partial(self._comes, i))
+                    there = with_cpu_generator(partial(self._has_micro_batch, i))
             else:
                 there = messages[0].value is not _END
             if not there:
@@ -649,16 +649,16 @@ class _StreamTask(TrainingTask):
 
         return forward if kind == "forward" else with_weights
 
-    def _comes(self, i: int) -> bool:
+    def _has_micro_batch(self, i: int) -> bool:
         with self.call.as_caller():
-            return self._stream.there(i)
+            return self._stream.has(i)
 
     def _reduce(self, j: int, i: int, messages: list[Message]) -> list[Message]:
         """Sends the gradients of a replica to the owner; None where it had no mini-batch."""
         grads = self._weights[j].pop_grads() if i < self._stream.extent.backwards else None
-        return [self._to(j, self._pipeline.stages[j].j, grads)]
+        return [self._message_to(j, self._pipeline.stages[j].j, grads)]
 
-    def _to(self, j: int, other: int, value: Any) -> Message:
+    def _message_to(self, j: int, other: int, value: Any) -> Message:
         return Message(*sent(self.call.streams_of[j], self.call.streams_of[other], value))
 
     def _update(self, j: int, i: int, messages: list[Message]) -> list[Message]:
@@ -682,6 +682,6 @@ class _StreamTask(TrainingTask):
                 run.modules.note_versions()
         if self.call.state.nested:  # casts of the weights as they were
             torch.clear_autocast_cache()
-        self._leaves.begin(j)
+        self._leaves.expect_first_grads(j)
         newest = [parameter.detach() for parameter in weights.parameters]
-        return [self._to(j, other, newest) for other in others] if j == owner else []
+        return [self._message_to(j, other, newest) for other in others] if j == owner else []

@@ -67,8 +67,8 @@ class Message(NamedTuple):
 
 #: A :class:`Message` from a tuple of all that is in it, without a way through Python.
 _message: Callable[[tuple[Any, ...]], Message] = partial(tuple.__new__, Message)
-_VALUE = itemgetter(0)
-_NEEDS = attrgetter("requires_grad")
+_value_of = itemgetter(0)
+_requires_grad = attrgetter("requires_grad")
 
 
 class TrainingTask:
@@ -89,17 +89,17 @@ class TrainingTask:
         self._last = [stage.j == call.pipeline.n - 1 for stage in stages]
         self._ready: dict[int, Any] = {}  # when what came from an iterator is there
         self._cells: list[dict[int, Cell]] = [{} for _ in stages]
-        self._halves: list[dict[int, WeightGradients]] = [{} for _ in stages]
+        self._deferred: list[dict[int, WeightGradients]] = [{} for _ in stages]
         #: By identity of a leaf whether its gradient may wait for the weight half.
         self._ordinary: list[dict[int, bool]] = [{} for _ in stages]
         if call.ties is not None:  # their gradients go on with the input half
             self._ordinary = [{id(leaf): False for leaf in leaves} for leaves in call.ties.leaves]
-        self._keep = False
+        self._retain_graph = False
         self._targets: list[list[tuple[Tensor, Tensor | None]]] = [[] for _ in stages]
         #: For each micro-batch the gradients of the tensors that entered the first stage.
-        self.entered: dict[int, list[Tensor | None]] = {}
+        self.input_grads: dict[int, list[Tensor | None]] = {}
 
-    def returned(self) -> list[tuple[Tensor, Tensor]]:
+    def caller_grads(self) -> list[tuple[Tensor, Tensor]]:
         """Tensors of the caller, with the gradients that go on into the caller's graph.
 
         Those of one tensor are added up in this order: the schedule's, replica by replica.
@@ -107,15 +107,15 @@ class TrainingTask:
         every = len(self._pipeline.replica_indices[0])
         entered = (
             zip(self._source.inputs(i), grads, strict=True)
-            for i, grads in sorted(self.entered.items(), key=lambda each: each[0] % every)
+            for i, grads in sorted(self.input_grads.items(), key=lambda each: each[0] % every)
         )
         pairs = chain(*entered, *self._targets)
         return [(tensor, grad) for tensor, grad in pairs if grad is not None]
 
-    def going_back(self, leaves: Any, head: Any, *, keep: bool) -> TrainingTask:
+    def backward_task(self, leaves: Any, head: Any, *, keep: bool) -> TrainingTask:
         """The task of the second half alone: for one of several backwards, if they are kept."""
         other = copy(self)
-        other._leaves, other._head, other._keep, other.entered = leaves, head, keep, {}
+        other._leaves, other._head, other._retain_graph, other.input_grads = leaves, head, keep, {}
         if keep:
             other._cells = [{i: copy(cell) for i, cell in row.items()} for row in self._cells]
         return other
@@ -137,24 +137,24 @@ class TrainingTask:
         target = None
         owners: Sequence[int] = ()
         if self._first[j]:
-            inputs, flags, target = self._pulled(j, i)
+            inputs, flags, target = self._pull_inputs(j, i)
         elif len(messages) == 1:
             value, _, owners, only = messages.pop()
             inputs, flags, value = (value, ()), [only], None
         else:
-            inputs, owners, flags = _with_skips(messages)
+            inputs, owners, flags = _unpacked(messages)
         cell = Cell(flags)
         given = cell.cut.enter(inputs)
         rematerialize = i < call.rematerialized[j]
         if rematerialize:
             outputs, recomputation = run.forward_without_storing(i, given, inputs, owners, target)
-            if call.state.grad and any(map(_NEEDS, tensors_in(outputs))):
+            if call.state.grad and any(map(_requires_grad, tensors_in(outputs))):
                 cell.recomputation = recomputation  # else nothing goes back: it is frozen
             del recomputation
         else:
             outputs = run.forward(i, given, owners, target)
-        if self._leaves is not None and self._leaves.looks:  # one micro-batch alone may use a leaf
-            self._leaves.look(j, outputs, cell.cut)
+        if self._leaves is not None and self._leaves.inspects:  # which only one cell may use
+            self._leaves.inspect(j, outputs, cell.cut)
         passed: Sequence[int] = ()
         if owners or rematerialize or self._first[j]:
             borrowed = rematerialize or self._first[j]
@@ -175,21 +175,21 @@ class TrainingTask:
                 target = call.to_stage(target, j, ready)
             self._head.take(j, i, outputs[0], target, cell)
             return []
-        made = self._packed(j, i, outputs, passed, cell)
+        made = self._send_outputs(j, i, outputs, passed, cell)
         if self._ties is not None:
             receivers = self._ties.receivers[j]
             if cell.recomputation is None:
                 cell.ends += map(ends_of, receivers)
             else:
-                cell.expected += tuple(map(len, receivers))
+                cell.expected_ends += tuple(map(len, receivers))
         return made
 
-    def _pulled(self, j: int, i: int) -> tuple[Inputs, list[Sequence[bool]], Any]:
+    def _pull_inputs(self, j: int, i: int) -> tuple[Inputs, list[Sequence[bool]], Any]:
         """The input of the first stage, its flags, and the target that came with it."""
         source, grad = self._source, self.call.state.grad
         if source.lazy:
             with source.lock:
-                value = with_cpu_generator(partial(self._taken, i))
+                value = with_cpu_generator(partial(self._pull, i))
             value = self.call.to_stage(value, j, self._ready[i])
         else:
             value = source.pull(i)
@@ -199,13 +199,13 @@ class TrainingTask:
             inputs = self.call.to_stage(inputs, j)
         return (inputs, ()), [flags], source.peek_target(i)
 
-    def _taken(self, i: int) -> Any:
+    def _pull(self, i: int) -> Any:
         with self.call.as_caller():
             value = self._source.pull(i)
             self._ready[i] = self.call.ready((value, self._source.peek_target(i)))
             return value
 
-    def _packed(
+    def _send_outputs(
         self, j: int, i: int, outputs: Inputs, passed: Sequence[int], cell: Cell
     ) -> list[Message]:
         """The outputs of a cell for the stages that need them, in the order of the edges."""
@@ -216,7 +216,7 @@ class TrainingTask:
         messages: list[Message] = []
         for edge in self._pipeline.outgoing[j]:
             value, k = (output, 0) if edge.skip is None else (skips[edge.skip], 1 + edge.skip)
-            value, flags = cell.detached(value)
+            value, flags = cell.detach_output(value)
             event = None
             if not (self.call.host_only and type(value) is Tensor):
                 value, event = self.call.send(edge, i, value)
@@ -231,16 +231,15 @@ class TrainingTask:
         if recomputation is None:
             return []
         given = cell.cut.enter(recomputation.inputs)
-        output, skips = run.recompute(
-            recomputation, given, self.call.user_code_epoch, keep=self._keep
-        )
-        values = [self._head.given(output)] if self._last[j] else []
+        keep = self._retain_graph
+        output, skips = run.recompute(recomputation, given, self.call.user_code_epoch, keep=keep)
+        values = [self._head.graph_outputs(output)] if self._last[j] else []
         for edge in self._pipeline.outgoing[j]:
             values.append(output if edge.skip is None else skips[edge.skip])
         if self._ties is not None:
             values += self._ties.receivers[j]
         cell.ends = list(map(ends_of, values))
-        if tuple(map(len, cell.ends)) != cell.expected:
+        if tuple(map(len, cell.ends)) != cell.expected_ends:
             raise RuntimeError(
                 f"{run.words} {i} gave other outputs when it was recomputed. Its layers "
                 "must do the same both times; if one depends on a global or counts its calls, let "
@@ -250,12 +249,14 @@ class TrainingTask:
 
     def _backward(self, j: int, i: int, messages: list[Message]) -> list[Message]:
         cell, run = self._cells[j].pop(i), self.call.runs[j]
-        grads: list[Any] = list(map(_VALUE, messages))
+        grads: list[Any] = list(map(_value_of, messages))
         messages.clear()
         go_back = self._go_back
         if (i, j) in self._splits:
             streams = self.call.streams_of[j]
-            cell.halves = self._halves[j][i] = WeightGradients(streams, self._ordinary[j])
+            cell.weight_gradients = self._deferred[j][i] = WeightGradients(
+                streams, self._ordinary[j]
+            )
         if profiler._is_profiler_enabled:
             go_back = partial(as_range, f"syncpipe backward stage {j} micro-batch {i}", go_back)
         try:
@@ -263,15 +264,16 @@ class TrainingTask:
                 go_back(j, i, cell, grads)
             else:
                 run.draws.backward(i, go_back, j, i, cell, grads)
-            if self._leaves.waits[j]:
+            if self._leaves.awaiting_grad[j]:
                 self._leaves.own_first_grads(j)
         except BaseException as error:
             annotate(error, f"in backward of {run.words} {i}")
             raise
         if cell.target_cut is not None:
-            self._targets[j] += zip(cell.targets, self._returned(j, cell.target_cut), strict=True)
+            grads = self._release_grads(j, cell.target_cut)
+            self._targets[j] += zip(cell.targets, grads, strict=True)
         if self._first[j] and cell.cut.grads:
-            self.entered[i] = self._returned(j, cell.cut)
+            self.input_grads[i] = self._release_grads(j, cell.cut)
         parts: list[Any] = [cell.cut.grads]  # for each incoming edge
         if len(cell.flags) > 1:
             following = iter(cell.cut.grads)
@@ -301,10 +303,10 @@ class TrainingTask:
             self._leaves.go_back(j, roots, given, cell)
 
     def _backward_weight(self, j: int, i: int, messages: list[Message]) -> list[Message]:
-        halves = self._halves[j].pop(i, None)
-        if halves is not None:
-            halves.accumulate()
-            if self._leaves.waits[j]:
+        gradients = self._deferred[j].pop(i, None)
+        if gradients is not None:
+            gradients.accumulate()
+            if self._leaves.awaiting_grad[j]:
                 self._leaves.own_first_grads(j)
         return []
 
@@ -320,13 +322,13 @@ class TrainingTask:
             self._leaves.add(j, trained, message.value)
         return []
 
-    def _returned(self, j: int, cut: GraphCut) -> list[Tensor | None]:
+    def _release_grads(self, j: int, cut: GraphCut) -> list[Tensor | None]:
         grads = [None if grad is None else compact(grad) for grad in cut.grads]
         self.call.release_to_caller(j, grads)
         return grads
 
 
-def _with_skips(messages: list[Message]) -> tuple[Inputs, Sequence[int], list[Sequence[bool]]]:
+def _unpacked(messages: list[Message]) -> tuple[Inputs, Sequence[int], list[Sequence[bool]]]:
     value, *skips = [message.value for message in messages]
     flags = [message.flags for message in messages]
     owners: list[int] = []
@@ -393,8 +395,8 @@ def train(
             run_and_undo(run, map(OrderedDict.update, places, hooks))
             results = _results(call, head, objective, source)
             if check is not None:
-                counts.compare(check, common_of(pipeline), draws=any(head.draws.values()))
-            _complete(task, head, objective, leaves, averaging)
+                counts.compare(check, common_leaves_of(pipeline), draws=any(head.draws.values()))
+            _finish_gradients(task, head, objective, leaves, averaging)
             for leaf, those in zip(hooked, hooks, strict=True):
                 for hook in those.values() if leaf.grad is not None else ():
                     hook(leaf)
@@ -407,7 +409,7 @@ def train(
 
 def check_can_train(pipeline: Pipeline, what: str) -> None:
     """Refuses to train inside of a call of the same pipe, or where gradients are switched off."""
-    check_alone(pipeline, what)
+    check_not_running(pipeline, what)
     if not torch.is_grad_enabled():
         raise RuntimeError(
             f"{what} needs gradients, but grad mode is off (torch.no_grad or "
@@ -415,7 +417,7 @@ def check_can_train(pipeline: Pipeline, what: str) -> None:
         )
 
 
-def check_alone(pipeline: Pipeline, what: str) -> None:
+def check_not_running(pipeline: Pipeline, what: str) -> None:
     """Refuses what changes gradients or modes inside of a call of the same pipe (RuntimeError)."""
     if pipeline.engine.is_running():
         raise RuntimeError(
@@ -425,11 +427,11 @@ def check_alone(pipeline: Pipeline, what: str) -> None:
         )
 
 
-def _complete(
+def _finish_gradients(
     task: TrainingTask, head: LossHead, objective: Objective, leaves: Accumulated, averaging: Any
 ) -> None:
     """Gradients of the micro-batches are added up; makes them those of the mini-batch."""
-    if not head.goes_back:
+    if not head.loss_requires_grad:
         raise RuntimeError(
             "the loss does not require grad, so there is nothing to train: all parameters are "
             "frozen, or loss_fn detaches what it is given"
@@ -439,7 +441,7 @@ def _complete(
         factor = averaging.finish()
     elif (factor := objective.factor()) is not None:
         leaves.scale(factor)
-    if pairs := task.returned():
+    if pairs := task.caller_grads():
         tensors, grads = [tensor for tensor, _ in pairs], [g.to(t.device) for t, g in pairs]
         if isinstance(factor, Tensor):
             grads = [grad * moved(factor, grad.device) for grad in grads]
@@ -469,12 +471,12 @@ def evaluate(
         call.run(steps, task)
         results = _results(call, head, objective, source)
         if check is not None:
-            counts.compare(check, common_of(pipeline), draws=any(head.draws.values()))
+            counts.compare(check, common_leaves_of(pipeline), draws=any(head.draws.values()))
         if weighed is not None and objective is not None:
             weighed(objective)
         return results
 
-    check_alone(pipeline, "eval_batch")
+    check_not_running(pipeline, "eval_batch")
     # The modes of a module are everybody's: training and forwards wait, and another evaluation.
     with pipeline.training, torch.no_grad():
         if not any(each.training for each in modules):
@@ -482,8 +484,8 @@ def evaluate(
         return pipeline.modes.changing(partial(_in_eval_mode, module, modules, run))
 
 
-def joined(pipeline: Pipeline, outputs: list[Any], source: Source) -> Any:
-    """The outputs of micro-batches as one; looks once whether samples are where they are joined."""
+def join_outputs(pipeline: Pipeline, outputs: list[Any], source: Source) -> Any:
+    """The outputs of micro-batches as one; warns once if samples are elsewhere."""
     if len(outputs) > 1 and not pipeline.has_joined:
         pipeline.has_joined = True
         if found := samples_elsewhere(outputs, source.sizes, source.dimensions):
@@ -493,10 +495,10 @@ def joined(pipeline: Pipeline, outputs: list[Any], source: Source) -> Any:
                 "compute the loss in train_batch. Ignore this if samples are in dimension 0",
                 stacklevel=outside(),
             )
-    return gather(outputs, common_of(pipeline))
+    return gather(outputs, common_leaves_of(pipeline))
 
 
-def common_of(pipeline: Pipeline) -> Collection[int]:
+def common_leaves_of(pipeline: Pipeline) -> Collection[int]:
     """Which leaves of the output are the same in every micro-batch."""
     return common_outputs(pipeline.stages[pipeline.n - 1].partition)
 
@@ -512,7 +514,7 @@ def _results(call: Call, head: LossHead, objective: Objective | None, source: So
             loss, metrics = objective.loss(), objective.metrics()
         outputs = head.outputs
         if outputs is not None:
-            outputs = joined(pipeline, call.collected(outputs), source)
+            outputs = join_outputs(pipeline, call.collected(outputs), source)
     if loss is None:
         return outputs
     there = (True, head.outputs is not None, bool(metrics))

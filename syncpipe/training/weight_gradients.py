@@ -49,7 +49,7 @@ class WeightGradients:
         self._streams = streams
         self._ordinary: dict[int, bool] = {} if ordinary is None else ordinary
         #: What is put aside: adds to gradients.
-        self.halves: deque[Callable[[], None]] = deque()
+        self.pending: deque[Callable[[], None]] = deque()
         self._nodes: list[_Node] = []
 
     def go_back(self, roots: Sequence[Any], grads: Sequence[Any]) -> None:
@@ -69,7 +69,7 @@ class WeightGradients:
         try:
             self._nodes = found
             for k, each in enumerate(found):
-                handles.append(each[0].register_hook(partial(self._put_aside, k)))
+                handles.append(each[0].register_hook(partial(self._defer, k)))
             go_back(roots, grads, [*wanted, *edges])
         finally:
             self._nodes = []  # which would hold themselves by their hooks
@@ -83,8 +83,8 @@ class WeightGradients:
         Unlike autograd's own accumulation it takes no lock: no other thread may add to the same
         gradients meanwhile. Autocast must be off.
         """
-        while self.halves:
-            self.halves.popleft()()
+        while self.pending:
+            self.pending.popleft()()
 
     def _split(self, nodes: Sequence[Any], ends: Sequence[Any]) -> list[_Node]:
         """The nodes of a graph to split: nothing else in it uses their weights and biases."""
@@ -123,7 +123,7 @@ class WeightGradients:
             )
         return known
 
-    def _put_aside(self, k: int, _: Any, grads: Sequence[Tensor | None]) -> None:
+    def _defer(self, k: int, _: Any, grads: Sequence[Tensor | None]) -> None:
         """The node has run, and still has what it saved."""
         if not self._nodes or (gy := grads[0]) is None:
             return
@@ -150,7 +150,7 @@ class WeightGradients:
                 streams.receive(event, [x, gy])
             product.accumulate(settings, gy, x, weight, bias)
 
-        self.halves.append(accumulate)
+        self.pending.append(accumulate)
 
 
 class _Matrix:
@@ -166,19 +166,19 @@ class _Matrix:
             return None
         rows, _ = node._saved_mat2_sym_sizes
         names = [each.name() for each in _path(node, self.weight) or ()]
-        turned = names.count("TBackward0") % 2 == 1
-        return turned, tuple(node._saved_mat2_sym_strides) == (1, rows)
+        transposed = names.count("TBackward0") % 2 == 1
+        return transposed, tuple(node._saved_mat2_sym_strides) == (1, rows)
 
     def accumulate(self, settings: Any, gy: Tensor, x: Tensor, weight: Tensor, bias: Any) -> None:
-        turned, column_major = settings
+        transposed, column_major = settings
         grad = weight.grad
         if grad is not None and grad.dtype is x.dtype and grad.layout is torch.strided:
             # No temporary, and no pass over memory to add it.
-            factors = (gy.t(), x.conj()) if turned else (x.t().conj(), gy)
+            factors = (gy.t(), x.conj()) if transposed else (x.t().conj(), gy)
             torch.addmm(grad, *factors, out=grad)  # `addmm_` is not known to FlopCounterMode
             return
         gradient = gy.t().mm(x.conj()).t() if column_major else x.t().conj().mm(gy)
-        add_to_grad(weight, gradient.t() if turned else gradient)
+        add_to_grad(weight, gradient.t() if transposed else gradient)
 
 
 class _Convolution:
@@ -229,7 +229,7 @@ PRODUCTS: dict[str, Any] = {
     "ConvolutionBackward0": _Convolution(),
 }
 #: What may stand between a weight and its product: transposed, and in autocast's dtype.
-_PASSED = ("TBackward0", "ToCopyBackward0")
+_PASS_THROUGH = ("TBackward0", "ToCopyBackward0")
 
 
 def _path(node: Any, k: int) -> Sequence[Any] | None:
@@ -241,7 +241,7 @@ def _path(node: Any, k: int) -> Sequence[Any] | None:
     following = node.next_functions[k][0]
     if following is None:
         return path
-    while following is not None and following.name() in _PASSED:
+    while following is not None and following.name() in _PASS_THROUGH:
         path.append(following)
         following = following.next_functions[0][0]
     return [*path, following] if type(following) is AccumulateGrad else None

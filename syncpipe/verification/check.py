@@ -117,7 +117,7 @@ def verify(
             "which is .module of what wraps it (DistributedDataParallel, say)"
         )
     pipe._check_own_calls("verify")
-    if not pipe._alone():
+    if not pipe._is_single_process():
         raise ValueError(
             "the pipe is data-parallel, so its gradients are not those of its layers here: verify "
             "it before data_parallel, or a copy of it (copy.deepcopy), which knows of no others"
@@ -133,7 +133,7 @@ def verify(
     named = [*SCHEDULES, *(own for own in [pipe.schedule] if own not in [*SCHEDULES])]
     asked = named if schedules is None else list(map(checked_schedule, schedules))
     options = {"loss_fn": loss_fn, "weight": weight, "loss_reduction": loss_reduction}
-    with pipe._ready().training:  # nobody trains it meanwhile
+    with pipe._build().training:  # nobody trains it meanwhile
 
         def run() -> Report:
             pipe._source(input, target, None)  # refuses what train_batch would refuse
@@ -142,7 +142,9 @@ def verify(
 
         # The loss was checked with these arguments, not with others, and the first call of all is
         # still to come.
-        return with_swaps([(pipe, "_loss_counts", LossCounts()), (pipe, "_watched", True)], run)
+        return with_swaps(
+            [(pipe, "_loss_counts", LossCounts()), (pipe, "_time_checked", True)], run
+        )
 
 
 class _Check:
@@ -151,7 +153,7 @@ class _Check:
     def __init__(
         self, pipe: Pipe, input: Any, target: Any, loss: Loss, options: dict[str, Any]
     ) -> None:
-        self._pipe, self._pipeline = pipe, pipe._ready()
+        self._pipe, self._pipeline = pipe, pipe._build()
         self._input, self._target = input, target
         self._loss, self._options = loss, options
         self._layers = layers_of(self._pipeline)
@@ -466,7 +468,7 @@ class _Check:
     def _roots(self, objective: Objective, source: Source, outputs: list[Any]) -> list[Tensor]:
         """What micro-batches go back from."""
         device = self._layers[-1].stage.device
-        objective.known = placed(objective.known, device)
+        objective.known_weights = placed(objective.known_weights, device)
         roots = []
         for i, output in enumerate(outputs):
             given = output, placed(source.target(i), device)

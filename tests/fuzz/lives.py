@@ -302,7 +302,7 @@ class Life:
                     run(), run()
                     large.made = 0
                     run()
-                for new, old in zip(fresh._ready().stages, pipe._ready().stages, strict=True):
+                for new, old in zip(fresh._build().stages, pipe._build().stages, strict=True):
                     for stage in _pieces(new):  # a lock that threads may need since then
                         stage.changes.any |= any(piece.changes.any for piece in _pieces(old))
                 taken.append((large.made, min(_python_calls(run) for _ in range(2))))

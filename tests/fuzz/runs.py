@@ -336,7 +336,7 @@ def schedule_of(pipe: Pipe, call: Call) -> Schedule | None:
     if call.driver == "train":
         m = len(torch.empty(call.sizes[0]).chunk(pipe.chunks))
     asked = pipe.schedule if call.schedule is None else call.schedule
-    return build(asked, m, pipe._ready().placement)
+    return build(asked, m, pipe._build().placement)
 
 
 def in_one_stage(made: Schedule, m: int, devices: Any) -> Schedule:

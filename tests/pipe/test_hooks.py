@@ -206,7 +206,7 @@ def test_only_weights_whose_node_has_hooks_go_back_whole():
     for expected in (1, 2):
         weights = WeightGradients()
         weights.go_back([layers(torch.randn(3, 4)).sum()], [torch.ones(())])
-        assert len(weights.halves) == expected
+        assert len(weights.pending) == expected
         handle.remove()
 
 

@@ -411,7 +411,7 @@ def test_nothing_is_left_of_a_pipe_or_of_its_copies():
     pipe = dealt(linear_model(), [2, 2], [3, 2], chunks=6)
     for driver in DRIVERS:
         run(pipe, driver, torch.randn(6, 3))
-    replicas = [r.partition for those in pipe._ready().replicas for r in those]
+    replicas = [r.partition for those in pipe._build().replicas for r in those]
     assert len(replicas) == 3
     for replica in replicas:
         assert all(p.grad is None for p in replica.parameters())

@@ -62,7 +62,7 @@ def fitting(devices: Sequence[int]) -> list[str]:
 
 def schedule_of(pipe: Pipe, m: int, schedule: Any = "1f1b") -> Schedule:
     """What ``train_batch`` runs for these arguments."""
-    return build(schedule, m, pipe._ready().placement)
+    return build(schedule, m, pipe._build().placement)
 
 
 def on_each_device(schedule: Schedule) -> tuple[int, ...]:

@@ -30,7 +30,7 @@ def run(module, x, gy=None, *, dtype=None, split):
     if split:
         weights = WeightGradients()
         weights.go_back([y], [gy])
-        count = len(weights.halves)
+        count = len(weights.pending)
         assert count <= sum(p.grad is None for p in module.parameters())
         for _ in range(2):  # the second time there is nothing to add
             weights.accumulate()
@@ -222,7 +222,7 @@ def test_hooks_of_a_weight_see_its_gradient_once(kind, when):
     y = layer(x).sum() if when == "after forward" else None
     getattr(layer.weight, kind)(lambda tensor: seen.append(tensor) or None)
     weights.go_back([layer(x).sum() if y is None else y], [torch.ones(())])
-    assert not weights.halves
+    assert not weights.pending
     assert len(seen) == 1
     assert layer.weight.grad is not None
 
@@ -281,7 +281,7 @@ def test_what_was_put_aside_holds_no_graph_and_is_let_go(accumulate):
         x = on_gradient(torch.randn(3, 5, requires_grad=True), lambda grad: None)
         y, node = nn.Sequential(*layers)(x).sum(), weakref.ref(x.grad_fn)
         weights.go_back([y], [torch.ones(())])
-        held = [cell.cell_contents for half in weights.halves for cell in half.__closure__]
+        held = [cell.cell_contents for half in weights.pending for cell in half.__closure__]
         held = [t for t in held if isinstance(t, Tensor) and not isinstance(t, nn.Parameter)]
         assert [factor.grad_fn for factor in held] == [None] * 4
         references = list(map(weakref.ref, held))

@@ -72,7 +72,7 @@ def test_losses_and_metrics_that_are_put_together_are_in_order(monkeypatch, repl
     one_by_one = train(
         pipe_of(chunks=1, devices=devices, replicas=replicas), mini_batches(8), loss_fn=loss_fn
     )
-    monkeypatch.setattr(stream, "_BLOCK", 3)
+    monkeypatch.setattr(stream, "_BLOCK_SIZE", 3)
     found = train(
         pipe_of(chunks=1, devices=devices, replicas=replicas), mini_batches(8), loss_fn=loss_fn
     )
