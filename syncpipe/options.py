@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import create_selective_checkpoint_contexts
 
 from syncpipe.schedules import one_f_one_b
-from syncpipe.schedules.named import ScheduleLike, named, shown
+from syncpipe.schedules.named import ScheduleLike, maker_of, schedule_label
 from syncpipe.schedules.schedule import Devices, Schedule
 from syncpipe.schedules.stream import VERSIONS
 
@@ -67,11 +67,13 @@ def checked_schedule(schedule: Any, slots: Any = None) -> ScheduleLike:
             "function (m, device_of) -> Schedule"
         )
     if isinstance(schedule, str) and not schedule.endswith(".csv"):
-        named(schedule)
+        maker_of(schedule)
     if slots is None:
         return cast("ScheduleLike", schedule)
     if schedule != "1f1b":
-        raise ValueError(f"slots={slots!r}: only schedule='1f1b' has slots, not {shown(schedule)}")
+        raise ValueError(
+            f"slots={slots!r}: only schedule='1f1b' has slots, not {schedule_label(schedule)}"
+        )
     slots = tuple(slots) if isinstance(slots, list) else slots
     try:
         return _with_slots(slots)

@@ -58,7 +58,7 @@ from syncpipe.options import (
 from syncpipe.planner.auto import auto
 from syncpipe.runtime.interrupts import forkable
 from syncpipe.runtime.thread_state import INLINE, restoring_thread, uncompiled
-from syncpipe.schedules.named import ScheduleLike, shown
+from syncpipe.schedules.named import ScheduleLike, schedule_label
 from syncpipe.schedules.stream import Versions
 from syncpipe.stages.pipeline import Pipeline
 from syncpipe.timeline.trace import Trace
@@ -874,7 +874,7 @@ class Pipe(ModelNames):
 
     def __repr__(self) -> str:
         replicas = f"replicas={self.replicas}, " if max(self.replicas, default=1) > 1 else ""
-        schedule = "" if self.schedule == "1f1b" else f", schedule={shown(self.schedule)}"
+        schedule = "" if self.schedule == "1f1b" else f", schedule={schedule_label(self.schedule)}"
         lines = [
             f"{type(self).__name__}(balance={self.balance}, {replicas}chunks={self.chunks}, "
             f"checkpoint={self.checkpoint!r}{schedule}"

@@ -23,7 +23,7 @@ from syncpipe.planner.chain import Chain, Held, Mode, costs_of, ends_of, sizes_o
 from syncpipe.planner.machine import Machine
 from syncpipe.runtime.worker import has_lock
 from syncpipe.schedules import one_f_one_b
-from syncpipe.schedules.player import Cells, Costs, lower_bound, play, quickest
+from syncpipe.schedules.player import Costs, TimeTable, heads_and_tails, lower_bound, play
 from syncpipe.schedules.schedule import HALVES, KINDS, Kind, Schedule, devices_of, stages_on
 
 __all__ = ["ADAM", "Draft", "Form", "Terms", "one_f_one_b_form"]
@@ -75,7 +75,7 @@ class Form:
         yield sum(x.update for x in stages.values())
 
     @cached_property
-    def _played(self) -> Cells:
+    def _played(self) -> TimeTable:
         """When everything would end, were all stages even."""
         device_of = self.schedule.device_of
         return play(self.schedule.actions, self.m, device_of, Costs.even(self.n)).cells
@@ -334,7 +334,7 @@ def _waiting(form: Form, costs: Costs, counts: Sequence[int]) -> float:
     """What 1F1B takes at least with these slots, as :mod:`syncpipe.planner.search` explains."""
     if not form.slots or costs.last:
         return 0.0
-    heads, tails = quickest(form.device_of, costs, False)
+    heads, tails = heads_and_tails(form.device_of, costs, False)
     backs, m, least = costs.times["backward"], form.m, 0.0
     there = heads[-1] + costs.forward[-1] + backs[-1] + tails[-1]
     for j, q in enumerate(form.slots):

@@ -1,6 +1,6 @@
 """A schedule for costs and memory that are known: greedy passes, forth and back in time.
 
-The times of one pass are the urgencies of the next, in the other direction, so that each makes good
+The times of one pass are the priorities of the next, in the other direction, so each makes good
 what the other could not see (Li and Willis 1992, An iterative scheduling technique for
 resource-constrained project scheduling). Micro-batches of a stage cost the same, so none overtakes
 another.
@@ -14,15 +14,15 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from itertools import product
 
-from syncpipe.schedules.greedy import ROUNDING, Lister, Problem, Urgencies
+from syncpipe.schedules.greedy import ROUNDING, Lister, Priorities, Problem
 from syncpipe.schedules.named import SCHEDULES, build, naive, one_f_one_b, zb_h1
-from syncpipe.schedules.player import Costs, counted, lower_bound, quickest
+from syncpipe.schedules.player import Costs, checked_counts, heads_and_tails, lower_bound
 from syncpipe.schedules.schedule import HALVES, Action, Kind, Schedule, stages_on
 
-__all__ = ["AutoSchedule", "Report", "auto", "bound_of"]
+__all__ = ["AutoSchedule", "Report", "auto", "bound_with_memory"]
 
 _CLOSE = 1e-3  # a schedule that is longer than the bound by less, relative, is good enough
-_PATIENCE = (0.0, 1.0, 0.5, 2.0)  # of passes, one after another (syncpipe.schedules.greedy)
+_LOOKAHEADS = (0.0, 1.0, 0.5, 2.0)  # of passes, one after another (syncpipe.schedules.greedy)
 _Rows = tuple[tuple[Action, ...], ...]
 
 
@@ -92,24 +92,24 @@ def auto(
     n, d = len(devices), len(usual.actions)
     if len(costs.forward) != n:
         raise ValueError(f"costs are for {len(costs.forward)} stages, but there are {n}")
-    whole = _sizes("activations", (1.0,) * n if activations is None else activations, n)
-    first = _sizes("inputs", whole if inputs is None else inputs, n)
+    whole = _checked_sizes("activations", (1.0,) * n if activations is None else activations, n)
+    first = _checked_sizes("inputs", whole if inputs is None else inputs, n)
     if any(size > most for size, most in zip(first, whole, strict=True)):
         raise ValueError(f"inputs={first} are part of activations={whole}, and no larger")
     split = split and any(costs.backward_weight)
-    counts, free = counted(rematerialized, m, n), (math.inf,) * d
+    counts, free = checked_counts(rematerialized, m, n), (math.inf,) * d
     p = Problem(m, devices, costs, counts, whole, first, free, split)
     if memory is None:
         pairs = zip(usual.actions, (zb_h1(m, devices) if split else usual).actions, strict=True)
         memory = [max(map(p.peak, pair)) for pair in pairs]
     elif not isinstance(memory, Sequence):
         memory = [memory] * d
-    p = replace(p, limits=_sizes("memory", memory, d))
-    known = _known(p, starts)
+    p = replace(p, limits=_checked_sizes("memory", memory, d))
+    known = _initial_schedules(p, starts)
     steps = {name: p.play(schedule.actions).makespan for name, schedule in known.items()}
-    shortest, bound = min(steps.values()), bound_of(p)
+    shortest, bound = min(steps.values()), bound_with_memory(p)
     rows, step = known[min(steps, key=lambda name: steps[name])].actions, math.inf
-    for time, found in _found(p):
+    for time, found in _list_schedules(p):
         if time < step * (1 - ROUNDING) and time <= shortest * (1 + ROUNDING):
             rows, step = found, time
         if step <= bound * (1 + _CLOSE):
@@ -118,14 +118,14 @@ def auto(
     return AutoSchedule(m, devices, rows, "auto", report)
 
 
-def _sizes(name: str, sizes: Sequence[float], n: int) -> tuple[float, ...]:
+def _checked_sizes(name: str, sizes: Sequence[float], n: int) -> tuple[float, ...]:
     if len(sizes) != n or not all(size >= 0 for size in sizes):
         each = "device" if name == "memory" else "stage"
         raise ValueError(f"{name}={tuple(sizes)}: give {n} numbers >= 0, one for each {each}")
     return tuple(sizes)
 
 
-def _known(p: Problem, starts: Iterable[Schedule]) -> dict[str, Schedule]:
+def _initial_schedules(p: Problem, starts: Iterable[Schedule]) -> dict[str, Schedule]:
     """The schedules to begin with: all that fit, those given and those with names."""
     found = {f"{made.name}, given": made for made in starts}
     for name in SCHEDULES:
@@ -145,7 +145,7 @@ def _known(p: Problem, starts: Iterable[Schedule]) -> dict[str, Schedule]:
     return fitting
 
 
-def _found(p: Problem) -> Iterator[tuple[float, _Rows]]:
+def _list_schedules(p: Problem) -> Iterator[tuple[float, _Rows]]:
     """Schedules and their steps: lists again and again, with micro-batches in order, until that was
     of no use twice.
     """
@@ -157,14 +157,14 @@ def _found(p: Problem) -> Iterator[tuple[float, _Rows]]:
         for own in stages_on(p.device_of)
     ]
     both = (True, False) if any(p.spare + p.extra) else (False,)
-    for patience, careful in product(_PATIENCE, both):
-        urgencies: Urgencies = {
+    for lookahead, careful in product(_LOOKAHEADS, both):
+        priorities: Priorities = {
             kind: [[float(rank * p.m + i) for i in numbers] for _ in stages]
             for kind, rank in ranks.items()
         }
         least, useless, mirrored = math.inf, 0, False
         while useless < 4:
-            made = Lister(p, lists, urgencies, patience, careful, mirrored=mirrored)
+            made = Lister(p, lists, priorities, lookahead, careful, mirrored=mirrored)
             if made.stuck:
                 break
             rows = tuple([tuple(row[:: -1 if mirrored else 1]) for row in made.rows])
@@ -174,21 +174,21 @@ def _found(p: Problem) -> Iterator[tuple[float, _Rows]]:
             if time < least * (1 - ROUNDING):
                 least, useless = time, mirrored
             # What ends last in this direction is the first in the other one.
-            urgencies = {
+            priorities = {
                 kind: [[-end for end in cell.ends] for cell in row]
                 for kind, row in made.cells.items()
             }
             mirrored = not mirrored
 
 
-def bound_of(p: Problem) -> float:
+def bound_with_memory(p: Problem) -> float:
     """No schedule of this problem has a shorter makespan.
 
     A micro-batch keeps its place in memory from its forward until its gradient can be back, so by
     Little's law a device needs as much time as all of them keep their places, by its memory.
     """
     last, taken = p.costs.last or p.costs, list[float]()
-    heads, tails = quickest(p.device_of, p.costs, p.split)
+    heads, tails = heads_and_tails(p.device_of, p.costs, p.split)
     backs = list(map(min, p.costs.times[p.kinds[1]], last.times[p.kinds[1]]))
     there = heads[-1] + min(p.costs.forward[-1], last.forward[-1]) + backs[-1] + tails[-1]
     for own, limit in zip(stages_on(p.device_of), p.limits, strict=True):

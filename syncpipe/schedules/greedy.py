@@ -2,7 +2,7 @@
 
 It looks ahead: what has begun elsewhere has a known end, so if something more urgent is about to
 arrive, the device may wait for it, or do something short meanwhile. How long it waits is its
-*patience*: at most so many times the delay that this spares the other.
+*lookahead*: at most so many times the delay that this spares the other.
 
 Whatever a device takes, the order of each of its lists is kept, and the order in which things
 happened is one in which they can happen again. So no result has a deadlock.
@@ -16,16 +16,16 @@ from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from operator import itemgetter
 
-from syncpipe.schedules.player import Cell, Costs, Played, Times, cells_of, play
+from syncpipe.schedules.player import ActionTimes, Costs, Played, Times, play, time_table
 from syncpipe.schedules.schedule import HALVES, KINDS, Action, Devices, Kind, Schedule, stages_on
 
-__all__ = ["ROUNDING", "Lister", "Problem", "Urgencies", "dealt", "merged"]
+__all__ = ["ROUNDING", "Lister", "Priorities", "Problem", "merge_orders", "round_robin"]
 
 
 #: For each kind, stage and micro-batch; what has the least is done first.
-Urgencies = dict[Kind, list[Times]]
+Priorities = dict[Kind, list[Times]]
 #: How urgent an action is, what it is one of, what it takes, what must be left over, what it gives.
-_Node = tuple[float, Cell, Action, float, float, float]
+_Node = tuple[float, ActionTimes, Action, float, float, float]
 #: Of floats that differ by less, relative, neither is the greater one.
 ROUNDING = 1e-9
 
@@ -75,7 +75,7 @@ class Problem:
         kind, i, j = action
         whole, first = self.activations[j], self.held(i, j)
         takes = {"activation": first, "gradient": whole - first, "": 0.0}[KINDS[kind].sends]
-        return takes, whole * (KINDS[kind].alive < 0)
+        return takes, whole * (KINDS[kind].in_flight_change < 0)
 
     def peak(self, row: Iterable[Action]) -> float:
         """The most that a device holds at once."""
@@ -97,7 +97,7 @@ class Problem:
 
 
 class Lister:
-    """Puts everything in an order: of what can start, what has the least urgency is done first.
+    """Puts everything in an order: of what can start, what has the least priority is done first.
 
     ``rows`` are the actions of each device in order, ``cells`` say when they ended, and if
     ``stuck`` something is left, for want of memory or because lists wait for each other. Mirrored
@@ -105,11 +105,11 @@ class Lister:
     """
 
     def __init__(
-        self, problem: Problem, lists: Sequence[Sequence[Sequence[Action]]], urgencies: Urgencies,
-        patience: float = 0.0, careful: bool = False, *, mirrored: bool = False,
+        self, problem: Problem, lists: Sequence[Sequence[Sequence[Action]]], priorities: Priorities,
+        lookahead: float = 0.0, careful: bool = False, *, mirrored: bool = False,
     ) -> None:  # fmt: skip
         p, devices = problem, range(len(lists))
-        self.cells = cells = cells_of(p.m, p.device_of, p.costs, p.recomputed, mirrored=mirrored)
+        self.cells = cells = time_table(p.m, p.device_of, p.costs, p.recomputed, mirrored=mirrored)
         self.rows: list[list[Action]] = [[] for _ in devices]
         self._wake = [0.0 for _ in devices]  # when each looks for something to do next
         self._free, self._held = [0.0 for _ in devices], [0.0 for _ in devices]
@@ -120,7 +120,7 @@ class Lister:
             kind, i, j = action
             takes, gives = p.memory(action)[:: -1 if mirrored else 1]
             spare = p.spare[j] if careful and (mirrored or kind == "forward") else 0.0
-            return urgencies[kind][j][i], cells[kind][j], action, takes, spare, gives
+            return priorities[kind][j][i], cells[kind][j], action, takes, spare, gives
 
         # The next one is the last of its list.
         step = 1 if mirrored else -1
@@ -133,12 +133,12 @@ class Lister:
             d = self._wake.index(now)
             ready, ahead = self._look(d, now)
             self._wake[d] = min(ahead)[0] if ahead else math.inf
-            if ready and ahead and patience:
-                urgency, end, _ = min(ready, key=itemgetter(0))
+            if ready and ahead and lookahead:
+                priority, end, _ = min(ready, key=itemgetter(0))
                 worth = [
                     later
                     for later, other in ahead
-                    if other < urgency and later - now < patience * (end - later)
+                    if other < priority and later - now < lookahead * (end - later)
                 ]
                 ready = [each for each in ready if not worth or each[1] <= min(worth)]
             if ready:
@@ -154,7 +154,7 @@ class Lister:
         held, limit, extra = self._held[d], self._limits[d], self._extra[d] * bool(self._again[d])
         found, ahead = [], []
         for nodes in filter(None, self._left[d]):
-            urgency, cell, (kind, i, _), takes, spare, _ = nodes[-1]
+            priority, cell, (kind, i, _), takes, spare, _ = nodes[-1]
             spare += extra * (kind == "forward")
             ready = 0.0
             for arrivals in cell.needs:
@@ -168,9 +168,9 @@ class Lister:
                     continue
                 ready -= cell.again[i]
                 if ready > now:
-                    ahead.append((ready, urgency))
+                    ahead.append((ready, priority))
                 else:
-                    found.append((urgency, now + cell.takes[i] + cell.again[i], nodes))
+                    found.append((priority, now + cell.takes[i] + cell.again[i], nodes))
         return found, ahead
 
     def _begin(self, d: int, now: float, node: _Node) -> None:
@@ -190,7 +190,7 @@ class Lister:
             self._wake[to] = min(self._wake[to], max(end, self._free[to]))
 
 
-def merged(
+def merge_orders(
     name: str, m: int, device_of: Devices, orders: Iterable[Sequence[Action]],
     limit: float = math.inf,
 ) -> Schedule:  # fmt: skip
@@ -218,21 +218,21 @@ def merged(
         "forward": range(2 * n - 1, n - 1, -1), "backward": range(n), "backward_input": range(n),
         "backward_weight": range(2 * n, 3 * n),
     }  # fmt: skip
-    urgencies = {kind: [[float(rank)] * m for rank in row] for kind, row in ranks.items()}
+    priorities = {kind: [[float(rank)] * m for rank in row] for kind, row in ranks.items()}
 
     ones = (1.0,) * n
     problem = Problem(m, device_of, Costs.even(n), (0,) * n, ones, ones, [limit] * devices)
-    found = Lister(problem, lists, urgencies)
+    found = Lister(problem, lists, priorities)
     assert not found.stuck, "the orders wait for each other"
     return replace(whole, actions=tuple(map(tuple, found.rows)))
 
 
 @lru_cache(maxsize=128)
-def dealt(schedule: Schedule, device_of: Devices) -> Schedule:
+def round_robin(schedule: Schedule, device_of: Devices) -> Schedule:
     """Deals a schedule out to replicas: each takes every ``r``-th micro-batch, in the same order.
 
     Args:
         schedule: a valid one. Stages that are on one device have the same replicas, too.
         device_of: for each stage the index of its device, or of those of its replicas.
     """
-    return merged(schedule.name, schedule.m, device_of, schedule.actions)
+    return merge_orders(schedule.name, schedule.m, device_of, schedule.actions)

@@ -63,7 +63,7 @@ from itertools import accumulate, chain, groupby, product
 from pathlib import Path
 from typing import Any, Literal, cast
 
-from syncpipe.schedules.greedy import dealt, merged
+from syncpipe.schedules.greedy import merge_orders, round_robin
 from syncpipe.schedules.player import Costs, play, validate
 from syncpipe.schedules.schedule import (
     LETTERS,
@@ -77,8 +77,8 @@ from syncpipe.schedules.schedule import (
 
 __all__ = [
     "SCHEDULES", "ScheduleLike", "build", "dualpipev", "gpipe", "interleaved_1f1b",
-    "interleaved_zero_bubble", "looped_bfs", "naive", "named", "one_f_one_b", "round_sizes",
-    "shown", "v_half", "v_min", "zb_h1", "zb_h2", "zbv",
+    "interleaved_zero_bubble", "looped_bfs", "maker_of", "naive", "one_f_one_b", "round_sizes",
+    "schedule_label", "v_half", "v_min", "zb_h1", "zb_h2", "zbv",
 ]  # fmt: skip
 
 #: A number of stages, each on a device of its own; or for each stage the index of its device, or
@@ -86,7 +86,7 @@ __all__ = [
 Placement = int | Sequence[int] | Devices
 
 
-def _placed(m: int, device_of: Placement) -> Devices:
+def _checked_devices(m: int, device_of: Placement) -> Devices:
     """The devices of each stage, checked."""
     devices = tuple(range(device_of)) if isinstance(device_of, int) else tuple(device_of)
     if m < 1:
@@ -100,16 +100,16 @@ def _placed(m: int, device_of: Placement) -> Devices:
     return devices
 
 
-def _laid_out(
+def _checked_layout(
     name: str, shape: Literal["rounds", "v"], m: int, device_of: Placement
 ) -> tuple[int, ...]:
     """The same for stages on one device each that go round: 0, 1, ..., 0, 1, ..., or in a V."""
-    devices = _placed(m, device_of)
+    devices = _checked_devices(m, device_of)
     single = tuple([device for device in devices if isinstance(device, int)])
     if single != devices:
         raise ValueError(
             f"{name} is made for stages on one device each, but device_of={devices}: make it for "
-            "one of them, and deal that by syncpipe.schedules.dealt(schedule, device_of)"
+            "one of them, and deal that by syncpipe.schedules.round_robin(schedule, device_of)"
         )
     line = tuple(range(max(single) + 1))
     wanted = line + line[::-1] if shape == "v" else line * (len(single) // len(line))
@@ -123,7 +123,7 @@ def _laid_out(
     return single
 
 
-def _in_turn(
+def _alternating(
     forwards: Sequence[Action], backwards: Sequence[Action], first: int, delay: int = 0
 ) -> list[Action]:
     """So many forwards first, then back and forth; weight halves come after so long a delay."""
@@ -139,13 +139,13 @@ def _in_turn(
 
 
 @lru_cache(maxsize=256)
-def _cells(kind: Kind, m: int, j: int) -> tuple[Action, ...]:
+def _actions(kind: Kind, m: int, j: int) -> tuple[Action, ...]:
     return tuple([Action(kind, i, j) for i in range(m)])
 
 
 def naive(m: int, device_of: Placement) -> Schedule:
     """One micro-batch at a time through all stages and back: model parallelism as done by hand."""
-    return _by_counts("naive", m, _placed(m, device_of), 0)
+    return _with_slots("naive", m, _checked_devices(m, device_of), 0)
 
 
 def gpipe(m: int, device_of: Placement) -> Schedule:
@@ -155,10 +155,10 @@ def gpipe(m: int, device_of: Placement) -> Schedule:
     flight at once. Source: Huang et al. 2019, GPipe: Efficient Training of Giant Neural Networks
     using Pipeline Parallelism, section 2.3.
     """
-    devices = _placed(m, device_of)
+    devices = _checked_devices(m, device_of)
     stages = range(len(devices))
-    rows = [[*_cells("forward", m, j), *reversed(_cells("backward", m, j))] for j in stages]
-    return merged("gpipe", m, devices, rows)
+    rows = [[*_actions("forward", m, j), *reversed(_actions("backward", m, j))] for j in stages]
+    return merge_orders("gpipe", m, devices, rows)
 
 
 def one_f_one_b(
@@ -183,10 +183,10 @@ def one_f_one_b(
             replicas they are for each device of the stage: ``n - j`` is the number of devices from
             stage ``j`` on, divided by those of the stage and rounded up, PipeDream's number.
     """
-    devices = _placed(m, device_of)
+    devices = _checked_devices(m, device_of)
     passes = {"textbook": 1, "overlap": 2}
     if isinstance(slots, str) and slots in passes:
-        return _by_counts("1f1b", m, devices, passes[slots])
+        return _with_slots("1f1b", m, devices, passes[slots])
     n = len(devices)
     own: Any = slots if isinstance(slots, Sequence) and not isinstance(slots, str) else ()
     valid = len(own) == n and all(isinstance(count, int) and count > 0 for count in own)
@@ -197,7 +197,7 @@ def one_f_one_b(
             "least one, and with all replicas no more than the stage before, or it would wait for "
             "ever"
         )
-    return _by_counts("1f1b", m, devices, counts)
+    return _with_slots("1f1b", m, devices, counts)
 
 
 def zb_h1(m: int, device_of: Placement) -> Schedule:
@@ -208,7 +208,7 @@ def zb_h1(m: int, device_of: Placement) -> Schedule:
     ``n`` micro-batches are in flight on any stage.
     Source: Qi et al. 2023, Zero Bubble Pipeline Parallelism, section 2.3 (ZB-H1).
     """
-    return _by_counts("zb_h1", m, _placed(m, device_of), 1, "backward_input")
+    return _with_slots("zb_h1", m, _checked_devices(m, device_of), 1, "backward_input")
 
 
 def zb_h2(m: int, device_of: Placement) -> Schedule:
@@ -220,10 +220,10 @@ def zb_h2(m: int, device_of: Placement) -> Schedule:
     ``(n-1) F``: with even halves as much as in :func:`zb_h1`.
     Source: Qi et al. 2023, Zero Bubble Pipeline Parallelism, section 2.3 (ZB-H2).
     """
-    return _by_counts("zb_h2", m, _placed(m, device_of), 2, "backward_input")
+    return _with_slots("zb_h2", m, _checked_devices(m, device_of), 2, "backward_input")
 
 
-def _by_counts(
+def _with_slots(
     name: str, m: int, devices: Devices, counts: int | list[int], back: Kind = "backward"
 ) -> Schedule:
     """So many forwards first on each stage; with halves as many in flight there as on stage 0.
@@ -239,14 +239,14 @@ def _by_counts(
             most = max([passes * depth - (passes - 1) * r, *counts[-1:]]) if passes else 1
             counts += [-(-most // r) * r if passes else 1 for _ in run]
         counts.reverse()
-    rows = [_row(m, j, back, count, counts[0] - count) for j, count in enumerate(counts)]
-    return merged(name, m, devices, rows)
+    rows = [_stage_order(m, j, back, count, counts[0] - count) for j, count in enumerate(counts)]
+    return merge_orders(name, m, devices, rows)
 
 
 @lru_cache(maxsize=256)
-def _row(m: int, j: int, back: Kind, first: int, delay: int) -> tuple[Action, ...]:
+def _stage_order(m: int, j: int, back: Kind, first: int, delay: int) -> tuple[Action, ...]:
     """The order of a stage."""
-    return tuple(_in_turn(_cells("forward", m, j), _cells(back, m, j), first, delay))
+    return tuple(_alternating(_actions("forward", m, j), _actions(back, m, j), first, delay))
 
 
 def looped_bfs(m: int, device_of: Placement) -> Schedule:
@@ -256,7 +256,7 @@ def looped_bfs(m: int, device_of: Placement) -> Schedule:
     ``m`` from ``p`` on; all ``m`` micro-batches are in flight. The last one goes back first.
     Source: Lamy-Poirier 2022, Breadth-First Pipeline Parallelism.
     """
-    devices = _laid_out("looped_bfs", "rounds", m, device_of)
+    devices = _checked_layout("looped_bfs", "rounds", m, device_of)
     n, p = len(devices), max(devices) + 1
     rows = []
     for d in range(p):
@@ -279,8 +279,8 @@ def interleaved_1f1b(m: int, device_of: Placement, *, size: int | None = None) -
             shorter for even stages, what makes rounds of one length, as in
             ``torch.distributed.pipelining``: with more than ``p`` more are in flight.
     """
-    devices = _laid_out("interleaved_1f1b", "rounds", m, device_of)
-    return _in_rounds("interleaved_1f1b", m, devices, "backward", size)
+    devices = _checked_layout("interleaved_1f1b", "rounds", m, device_of)
+    return _interleaved("interleaved_1f1b", m, devices, "backward", size)
 
 
 def interleaved_zero_bubble(m: int, device_of: Placement, *, size: int | None = None) -> Schedule:
@@ -291,8 +291,8 @@ def interleaved_zero_bubble(m: int, device_of: Placement, *, size: int | None = 
     none holds more than ``v p`` cells. ``size`` is that of :func:`interleaved_1f1b`.
     Source: Qi et al. 2023, as :func:`zb_h1`.
     """
-    devices = _laid_out("interleaved_zero_bubble", "rounds", m, device_of)
-    return _in_rounds("interleaved_zero_bubble", m, devices, "backward_input", size)
+    devices = _checked_layout("interleaved_zero_bubble", "rounds", m, device_of)
+    return _interleaved("interleaved_zero_bubble", m, devices, "backward_input", size)
 
 
 def round_sizes(m: int, p: int) -> list[int]:
@@ -302,12 +302,12 @@ def round_sizes(m: int, p: int) -> list[int]:
 
 
 @lru_cache(maxsize=256)
-def _in_rounds(
+def _interleaved(
     name: str, m: int, device_of: tuple[int, ...], back: Kind, size: int | None
 ) -> Schedule:
     n, p = len(device_of), max(device_of) + 1
     if size is None:
-        made = [_in_rounds(name, m, device_of, back, k) for k in round_sizes(m, p)]
+        made = [_interleaved(name, m, device_of, back, k) for k in round_sizes(m, p)]
         even = Costs.even(n)
         steps = [play(one.actions, m, device_of, even).makespan for one in made]
         return made[steps.index(min(steps))]
@@ -322,7 +322,7 @@ def _in_rounds(
             backwards += [Action(back, i, j) for j in reversed(range(d, n, p)) for i in group]
         halves = back == "backward_input"
         lead = (p - d - 1) * (1 if halves else 2) + (n // p - 1) * size
-        row = _in_turn(forwards, backwards, lead + 1, d * halves)
+        row = _alternating(forwards, backwards, lead + 1, d * halves)
         rows.append(tuple([action for action in row if action.i < m]))
     return Schedule(m, device_of, tuple(rows), name)
 
@@ -335,7 +335,7 @@ def zbv(m: int, device_of: Placement) -> Schedule:
     the one for so many, without those that are none.
     Source: Qi et al. 2023, Zero Bubble Pipeline Parallelism, section 6 (ZB-V).
     """
-    devices = _laid_out("zbv", "v", m, device_of)
+    devices = _checked_layout("zbv", "v", m, device_of)
     p = len(devices) // 2
     rounds = max(m, 2 * p - 1) - p
     rows = []
@@ -346,7 +346,7 @@ def zbv(m: int, device_of: Placement) -> Schedule:
             + "FIwfiw" * (rounds - after) + "Iwfiw" * after
             + "Ii" * d + "Iw" * (p - d) + "w" * (2 * d)
         )  # fmt: skip
-    return _spelled("zbv", m, devices, rows)
+    return _from_letters("zbv", m, devices, rows)
 
 
 def dualpipev(m: int, device_of: Placement) -> Schedule:
@@ -357,7 +357,7 @@ def dualpipev(m: int, device_of: Placement) -> Schedule:
     Source: DeepSeek-AI 2024, DeepSeek-V3 Technical Report, section 3.2.1 (DualPipe), cut in half by
     Sea AI Lab (github.com/deepseek-ai/DualPipe).
     """
-    devices = _laid_out("dualpipev", "v", m, device_of)
+    devices = _checked_layout("dualpipev", "v", m, device_of)
     p = max(devices) + 1
     rows = []
     for d in range(p):
@@ -368,7 +368,7 @@ def dualpipev(m: int, device_of: Placement) -> Schedule:
             + ("bB" * (d + 1))[: d + 1] + ("iI" * (d + 1))[d + 1 :]
             + "wI" * after + "w" * (d + 1)
         )  # fmt: skip
-    return _spelled("dualpipev", m, devices, rows)
+    return _from_letters("dualpipev", m, devices, rows)
 
 
 def v_half(m: int, device_of: Placement) -> Schedule:
@@ -383,10 +383,10 @@ def v_half(m: int, device_of: Placement) -> Schedule:
                2     F......f......i.......I
                3      F...f.........i....I
     """
-    devices = _laid_out("v_half", "v", m, device_of)
+    devices = _checked_layout("v_half", "v", m, device_of)
     p = len(devices) // 2
     turns = (1, 1, 2) if p % 2 else (4, 1, 5)  # so that no two actions meet
-    return _repeated("v_half", m, devices, (1, 2, 1, 2), turns, room=2 * (p // 2) + 2)
+    return _from_block("v_half", m, devices, (1, 2, 1, 2), turns, room=2 * (p // 2) + 2)
 
 
 def v_min(m: int, device_of: Placement) -> Schedule:
@@ -401,13 +401,13 @@ def v_min(m: int, device_of: Placement) -> Schedule:
                2     F..f....i..I
                3      Ff......iI
     """
-    devices = _laid_out("v_min", "v", m, device_of)
+    devices = _checked_layout("v_min", "v", m, device_of)
     p = len(devices) // 2
     turns = (1, 1, 1) if p % 3 else (3, 1, 3)  # so that no two actions meet
-    return _repeated("v_min", m, devices, (1, 1, 1, 1), turns, room=2 * -(-(p + 2) // 3))
+    return _from_block("v_min", m, devices, (1, 1, 1, 1), turns, room=2 * -(-(p + 2) // 3))
 
 
-def _spelled(name: str, m: int, device_of: tuple[int, ...], rows: list[str]) -> Schedule:
+def _from_letters(name: str, m: int, device_of: tuple[int, ...], rows: list[str]) -> Schedule:
     """A schedule from a letter for each action: capital ones are for the next micro-batch of a
     device's first stage, others for its second, and ``w`` is what waits for the longest time.
     """
@@ -430,7 +430,7 @@ def _spelled(name: str, m: int, device_of: tuple[int, ...], rows: list[str]) -> 
     return Schedule(m, device_of, tuple(actions), name)
 
 
-def _repeated(
+def _from_block(
     name: str, m: int, device_of: tuple[int, ...], steps: tuple[int, int, int, int],
     turns: tuple[int, int, int], room: int,
 ) -> Schedule:  # fmt: skip
@@ -455,7 +455,7 @@ def _repeated(
         row = [action for _, action in sorted(cells)]
         halves = [Action("backward_weight", i, j) for kind, i, j in row if kind != "forward"]
         lists += [row, halves]
-    return merged(name, m, device_of, lists, room)
+    return merge_orders(name, m, device_of, lists, room)
 
 
 #: The schedules by name; more can be added.
@@ -478,7 +478,7 @@ def build(schedule: ScheduleLike, m: int, device_of: Sequence[int] | Devices) ->
     """Make a valid schedule for so many micro-batches and these stages.
 
     With replicas, what does not know of them is made for one device in the place of those that
-    serve a stage together, and is dealt out (:func:`syncpipe.schedules.dealt`).
+    serve a stage together, and is dealt out (:func:`syncpipe.schedules.round_robin`).
 
     Args:
         schedule: a name in :data:`SCHEDULES`; a schedule; the path of a CSV file (:func:`to_csv`),
@@ -493,22 +493,22 @@ def build(schedule: ScheduleLike, m: int, device_of: Sequence[int] | Devices) ->
     """
     devices = tuple(device_of)
     if isinstance(schedule, str) and not schedule.endswith(".csv"):
-        schedule = named(schedule)
+        schedule = maker_of(schedule)
     if isinstance(schedule, str | os.PathLike):
         path = Path(schedule)
         schedule = from_csv(path.read_text(encoding="utf-8"), path.name)
     if isinstance(schedule, Schedule):
-        return _fitting(schedule, m, devices)
+        return _checked_schedule(schedule, m, devices)
     if not callable(schedule):
         raise TypeError(
             f"schedule={schedule!r}: must be a name, a Schedule, the path of a CSV file or a "
             f"function (m, device_of) -> Schedule; the names are {', '.join(SCHEDULES)}"
         )
     # As a method it has a hash, which is that of an object, whatever the function itself has.
-    return _made(types.MethodType(operator.call, schedule), m, devices)
+    return _call_maker(types.MethodType(operator.call, schedule), m, devices)
 
 
-def named(name: str) -> Callable[[int, Any], Schedule]:
+def maker_of(name: str) -> Callable[[int, Any], Schedule]:
     """What makes the schedule of that name."""
     if name in SCHEDULES:
         return SCHEDULES[name]
@@ -524,34 +524,35 @@ def named(name: str) -> Callable[[int, Any], Schedule]:
     raise ValueError(f"there is no schedule {name!r};{hint} {known}")
 
 
-def shown(schedule: ScheduleLike) -> str:
+def schedule_label(schedule: ScheduleLike) -> str:
     """How messages call it."""
     if isinstance(schedule, str | os.PathLike | Schedule):
         return repr(schedule.name if isinstance(schedule, Schedule) else str(schedule))
     if isinstance(schedule, partial):
         options = [f"{key}={value!r}" for key, value in schedule.keywords.items()]
-        return f"partial({', '.join([shown(schedule.func), *map(repr, schedule.args), *options])})"
+        given = [schedule_label(schedule.func), *map(repr, schedule.args), *options]
+        return f"partial({', '.join(given)})"
     return str(getattr(schedule, "__qualname__", repr(schedule)))
 
 
 @lru_cache(maxsize=128)
-def _made(function: types.MethodType, m: int, device_of: Devices) -> Schedule:
+def _call_maker(function: types.MethodType, m: int, device_of: Devices) -> Schedule:
     maker: Any = function.__self__
-    name = shown(maker)
+    name = schedule_label(maker)
     maker = maker.func if isinstance(maker, partial) else maker
     of_replicas = any(maker is known for known in (naive, gpipe, one_f_one_b, zb_h1, zb_h2))
-    given = device_of if of_replicas else _one_each(device_of)
+    given = device_of if of_replicas else _without_replicas(device_of)
     try:
         schedule = function(m, given)
         if not isinstance(schedule, Schedule):
             raise TypeError(f"schedule={name} returned {schedule!r}, which is no Schedule")
-        return _fitting(schedule, m, device_of)
+        return _checked_schedule(schedule, m, device_of)
     except Exception as error:
         error.add_note(f"So says schedule={name} when called with m={m}, device_of={given}")
         raise
 
 
-def _one_each(device_of: Devices) -> tuple[int, ...]:
+def _without_replicas(device_of: Devices) -> tuple[int, ...]:
     """The same stages with one device in the place of those that serve a stage together."""
     if not any(isinstance(devices, tuple) for devices in device_of):
         return cast("tuple[int, ...]", device_of)
@@ -559,9 +560,9 @@ def _one_each(device_of: Devices) -> tuple[int, ...]:
     return tuple([groups.index(devices) for devices in device_of])
 
 
-def _fitting(schedule: Schedule, m: int, device_of: Devices) -> Schedule:
+def _checked_schedule(schedule: Schedule, m: int, device_of: Devices) -> Schedule:
     """The schedule itself, or dealt out to replicas, if it is valid for these stages."""
-    single = device_of if schedule.device_of == device_of else _one_each(device_of)
+    single = device_of if schedule.device_of == device_of else _without_replicas(device_of)
     for what, has, wanted in (("m", schedule.m, m), ("device_of", schedule.device_of, single)):
         if has != wanted:
             raise ValueError(
@@ -569,4 +570,4 @@ def _fitting(schedule: Schedule, m: int, device_of: Devices) -> Schedule:
                 f"make one for m={m}, device_of={single}"
             )
     validate(schedule)
-    return schedule if single == device_of else dealt(schedule, device_of)
+    return schedule if single == device_of else round_robin(schedule, device_of)

@@ -36,8 +36,8 @@ from syncpipe.schedules.schedule import (
 )
 
 __all__ = [
-    "Cell", "Costs", "Simulation", "Span", "Times", "cells_of", "counted", "lanes", "lower_bound",
-    "play", "quickest", "simulate", "validate",
+    "ActionTimes", "Costs", "Simulation", "Span", "Times", "checked_counts", "heads_and_tails",
+    "lanes", "lower_bound", "play", "simulate", "time_table", "validate",
 ]  # fmt: skip
 
 
@@ -106,7 +106,7 @@ class Costs:
     @cached_property
     def times(self) -> dict[Kind, list[float]]:
         """For each kind of action and stage."""
-        parts = {kind: [getattr(self, part) for part in KINDS[kind].takes] for kind in KINDS}
+        parts = {kind: [getattr(self, part) for part in KINDS[kind].costs] for kind in KINDS}
         return {kind: list(map(sum, zip(*times, strict=True))) for kind, times in parts.items()}
 
     @cached_property
@@ -120,7 +120,7 @@ class Costs:
 Times = list[float]
 
 
-class Cell(NamedTuple):
+class ActionTimes(NamedTuple):
     """The actions of a kind on a stage; lists have an entry for each micro-batch."""
 
     ends: Times  # the same for both kinds that bring a gradient, as a micro-batch has one of them
@@ -130,20 +130,20 @@ class Cell(NamedTuple):
     again: list[float]  # how long the recomputation takes that comes before
 
 
-Cells = dict[Kind, list[Cell]]
+TimeTable = dict[Kind, list[ActionTimes]]
 
 
-def cells_of(
+def time_table(
     m: int, device_of: Devices, costs: Costs, recomputed: Sequence[int] = (),
     more: tuple[Kind, ...] = (), *, mirrored: bool = False,
-) -> Cells:  # fmt: skip
+) -> TimeTable:  # fmt: skip
     """For each kind and stage what is known before anything has been done.
 
     There are the kinds that a schedule can have, and ``more``. Mirrored is back in time: what sent
     then waits, and a recomputation is a part of its backward.
     """
     last, counts, none = costs.last or costs, recomputed or (0,) * len(device_of), [0.0] * m
-    cells: Cells = {}
+    cells: TimeTable = {}
     for kind in (*LETTERS.values(), *more):
         cells[kind] = []
         for j, count in enumerate(counts):
@@ -155,7 +155,7 @@ def cells_of(
             if mirrored:
                 takes, again = list(map(add, takes, again)), none
             ends = cells["backward"][j].ends if kind == "backward_input" else [-1.0] * m
-            cells[kind].append(Cell(ends, [], [], takes, again))
+            cells[kind].append(ActionTimes(ends, [], [], takes, again))
     forwards, whole, inputs, weights = (cells[kind] for kind in LETTERS.values())
     for first, then in ((forwards, whole), (forwards, inputs), (inputs, weights)):
         for pair in zip(first, then, strict=True):
@@ -174,7 +174,7 @@ def cells_of(
 
 class Played(NamedTuple):
     makespan: float  # when the last action ended; math.inf if devices wait for each other for ever
-    cells: Cells
+    cells: TimeTable
     waiting: list[Action | None]  # for each device the first action that could not be carried out
 
 
@@ -186,7 +186,7 @@ def play(
 
     Of each stage so many micro-batches, the first ones, are recomputed before they go back.
     """
-    cells = cells_of(m, device_of, costs, recomputed, more)
+    cells = time_table(m, device_of, costs, recomputed, more)
     plain = {kind: list(map(tuple, row)) for kind, row in cells.items()}  # quicker to take apart
     left, free = list(map(iter, rows)), [0.0] * len(rows)
     waiting = [next(row, None) for row in left]
@@ -224,7 +224,9 @@ def play(
     return Played(math.inf if any(waiting) else max(free), cells, waiting)
 
 
-def quickest(device_of: Devices, costs: Costs, split: bool) -> tuple[list[float], list[float]]:
+def heads_and_tails(
+    device_of: Devices, costs: Costs, split: bool
+) -> tuple[list[float], list[float]]:
     """For each stage the time that no micro-batch is short of on its way to it, and that no
     gradient is short of on its way from it to the first stage.
     """
@@ -257,7 +259,7 @@ def lower_bound(
         again = min(count, m - 1) * costs.recompute[j] + (count == m) * last.recompute[j]
         work.append(forward + back + again / r)
         late.append(weight)
-    heads, tails = quickest(device_of, costs, split)
+    heads, tails = heads_and_tails(device_of, costs, split)
     bound = 0.0
     for d, own in enumerate(stages_on(device_of)):
         tail, rest = tails[own[0]], sum(late[j] for j in own)
@@ -313,7 +315,7 @@ def _problems(schedule: Schedule) -> Iterator[str]:
         yield f"deadlock: {'; '.join(stuck)}"
 
 
-def counted(rematerialized: Sequence[int] | None, m: int, n: int) -> tuple[int, ...]:
+def checked_counts(rematerialized: Sequence[int] | None, m: int, n: int) -> tuple[int, ...]:
     """How many micro-batches each stage recomputes, checked; None: none."""
     counts = (0,) * n if rematerialized is None else tuple(rematerialized)
     if len(counts) != n or not all(0 <= count <= m for count in counts):
@@ -405,7 +407,7 @@ def simulate(
         raise ValueError(f"the costs are for {n} stages, but {name} has {schedule.n}")
     if update_every is not None and update_every < 1:
         raise ValueError(f"update_every={update_every}: give it at least 1, or None for no updates")
-    counts = counted(rematerialized, schedule.m, schedule.n)
+    counts = checked_counts(rematerialized, schedule.m, schedule.n)
     every = sorted(_spans(schedule, costs, counts, update_every or 0), key=lambda span: span.start)
     spans = tuple([span for span in every if span.kind != "transfer"])
     transfers = tuple([span for span in every if span.kind == "transfer"])
@@ -418,7 +420,7 @@ def _spans(schedule: Schedule, costs: Costs, counts: Sequence[int], every: int) 
     for row in rows if every else ():
         for p in reversed(range(len(row))):
             kind, i, j = row[p]
-            if KINDS[kind].alive < 0 and (i + 1) % every == 0:
+            if KINDS[kind].in_flight_change < 0 and (i + 1) % every == 0:
                 row.insert(p + 1, Action("update", i, j))
     more: tuple[Kind, ...] = ("recompute", "update")
     cells = play(rows, schedule.m, schedule.device_of, costs, more=more).cells

@@ -14,41 +14,39 @@ from functools import cached_property, lru_cache
 from itertools import accumulate, chain
 from typing import Literal, NamedTuple
 
-__all__ = [
-    "Action", "Devices", "Kind", "Schedule", "devices_of", "from_csv", "stages_on", "to_csv",
-]  # fmt: skip
+__all__ = ["Action", "Devices", "Kind", "Schedule", "devices_of", "from_csv", "stages_on", "to_csv"]
 
 Kind = Literal[
     "forward", "backward", "backward_input", "backward_weight", "recompute", "reduce", "update"
 ]  # fmt: skip
 
 
-class About(NamedTuple):
+class KindInfo(NamedTuple):
     letter: str  # in files; empty for what is in no schedule
     shade: float  # in pictures: from the colour of its micro-batch to white, or if < 0 to black
-    alive: int  # what it adds to the number of micro-batches in flight on its stage
+    in_flight_change: int  # what it adds to the number of micro-batches in flight on its stage
     sends: Literal["activation", "gradient", ""]  # what other stages wait for
-    takes: tuple[Kind, ...]  # the costs that its time is the sum of
-    words: str  # in legends
+    costs: tuple[Kind, ...]  # the costs that its time is the sum of
+    label: str  # in legends
 
 
 HALVES: tuple[Kind, ...] = ("backward_input", "backward_weight")
 
 #: In the order in which tables and legends name them.
-KINDS: dict[Kind, About] = {
-    "forward": About("F", 0.62, +1, "activation", ("forward",), "forward"),
-    "backward": About("B", 0.0, -1, "gradient", HALVES, "backward"),
-    "backward_input": About("I", 0.25, 0, "gradient", HALVES[:1],
+KINDS: dict[Kind, KindInfo] = {
+    "forward": KindInfo("F", 0.62, +1, "activation", ("forward",), "forward"),
+    "backward": KindInfo("B", 0.0, -1, "gradient", HALVES, "backward"),
+    "backward_input": KindInfo("I", 0.25, 0, "gradient", HALVES[:1],
                             "backward, input half: the stage before waits for it"),
-    "backward_weight": About("W", -0.36, -1, "", HALVES[1:],
+    "backward_weight": KindInfo("W", -0.36, -1, "", HALVES[1:],
                              "backward, weight half: nobody waits for it"),
-    "recompute": About("", 0.62, 0, "", ("recompute",), "forward again (recomputation)"),
-    "reduce": About("", -0.6, 0, "", (), "gradients of replicas added up"),
-    "update": About("", -0.75, 0, "", ("update",), "weights updated, without a flush"),
+    "recompute": KindInfo("", 0.62, 0, "", ("recompute",), "forward again (recomputation)"),
+    "reduce": KindInfo("", -0.6, 0, "", (), "gradients of replicas added up"),
+    "update": KindInfo("", -0.75, 0, "", ("update",), "weights updated, without a flush"),
 }  # fmt: skip
 
 #: The kinds that a schedule can have, by letter.
-LETTERS: dict[str, Kind] = {about.letter: kind for kind, about in KINDS.items() if about.letter}
+LETTERS: dict[str, Kind] = {info.letter: kind for kind, info in KINDS.items() if info.letter}
 
 
 class Action(NamedTuple):
@@ -162,7 +160,7 @@ class Schedule:
         peaks = []
         for j in range(self.n):
             rows = [self.actions[d] for d in devices_of(self.device_of, j)]
-            alive = ((KINDS[a.kind].alive for a in row if a.j == j) for row in rows)
+            alive = ((KINDS[a.kind].in_flight_change for a in row if a.j == j) for row in rows)
             peaks.append(max(max(accumulate(own, initial=0)) for own in alive))
         return tuple(peaks)
 

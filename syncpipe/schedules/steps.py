@@ -20,7 +20,7 @@ from syncpipe.schedules.named import gpipe
 from syncpipe.schedules.schedule import KINDS, Action, Devices, Kind, Schedule, devices_of
 
 __all__ = [
-    "Edge", "Step", "Steps", "forward_steps", "in_turn", "maker", "replica_indices",
+    "Edge", "Step", "Steps", "forward_steps", "in_serial_order", "replica_indices", "step_maker",
     "training_steps",
 ]  # fmt: skip
 
@@ -69,10 +69,10 @@ class Steps:
     @cached_property
     def serial(self) -> tuple[Step, ...]:
         """An order in which one thread can run all of them."""
-        return self.of[0] if len(self.of) == 1 else tuple(in_turn(self.of))
+        return self.of[0] if len(self.of) == 1 else tuple(in_serial_order(self.of))
 
 
-def in_turn(rows: Iterable[Iterable[Step]]) -> Iterator[Step]:
+def in_serial_order(rows: Iterable[Iterable[Step]]) -> Iterator[Step]:
     """An order in which one thread can run everything: the next step of each row in turn.
 
     Rows may be made on the way; one is asked for its next step when the last one has run.
@@ -115,7 +115,7 @@ def training_steps(
     edges: tuple[Edge, ...], schedule: Schedule, rematerialized: tuple[int, ...], *,
     returns: tuple[Edge, ...] = (),
 ) -> Steps:  # fmt: skip
-    """The steps of a valid schedule; further arguments are those of :func:`maker`.
+    """The steps of a valid schedule; further arguments are those of :func:`step_maker`.
 
     Of each stage so many micro-batches, the first ones, are recomputed, right before their backward
     and as an action of its own: it needs nothing from anybody, so it begins before the gradient is
@@ -129,11 +129,11 @@ def training_steps(
             last = max(k for k, action in enumerate(program[d]) if action.j == j)
             program[d].insert(last + 1 if i else len(program[d]), Action("reduce", i, j))
     numbers = replica_indices(schedule.device_of)
-    step = maker(edges, schedule.device, numbers, schedule.m, returns=returns)
+    step = step_maker(edges, schedule.device, numbers, schedule.m, returns=returns)
     return Steps(tuple([tuple(map(step, row)) for row in program]))
 
 
-def maker(
+def step_maker(
     edges: Sequence[Edge], worker_of: Callable[[int, int], int],
     numbers: Sequence[tuple[int, ...]], m: int = 0, *, returns: Sequence[Edge] = (),
 ) -> Callable[[Action], Step]:  # fmt: skip

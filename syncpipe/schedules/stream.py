@@ -28,7 +28,7 @@ from itertools import count, product
 from typing import Literal, get_args
 
 from syncpipe.schedules.schedule import Action, Kind
-from syncpipe.schedules.steps import Edge, Step, in_turn, maker
+from syncpipe.schedules.steps import Edge, Step, in_serial_order, step_maker
 
 __all__ = ["VERSIONS", "Extent", "StreamSteps", "Versions", "version_used", "versions_kept"]
 
@@ -51,15 +51,15 @@ def version_used(
     if versions == "2bw":
         return max(0, i // chunks - 1)
     j = 0 if versions == "vertical_sync" else j
-    return max(0, i // replicas[j] - _ahead(j, replicas) + 1)
+    return max(0, i // replicas[j] - _in_flight(j, replicas) + 1)
 
 
 def versions_kept(j: int, replicas: Sequence[int], versions: Versions = "stashing") -> int:
     """How many versions of its weights stage ``j`` holds at most, the newest among them."""
-    return 2 if versions == "2bw" else _ahead(0 if versions == "vertical_sync" else j, replicas)
+    return 2 if versions == "2bw" else _in_flight(0 if versions == "vertical_sync" else j, replicas)
 
 
-def _ahead(j: int, replicas: Sequence[int]) -> int:
+def _in_flight(j: int, replicas: Sequence[int]) -> int:
     """How many micro-batches are in flight on each replica of a stage: one for each worker on."""
     return -(-sum(replicas[j:]) // replicas[j])
 
@@ -97,7 +97,7 @@ class StreamSteps:
         def worker(i: int, j: int) -> int:
             return worker_of[numbers[j][i % len(numbers[j])]]
 
-        self._step = maker(edges, worker, numbers)
+        self._step = step_maker(edges, worker, numbers)
         self.of: tuple[Iterable[Step], ...] = (self.serial,)
         if max(worker_of) > 0:
             rows = dict(zip(worker_of, self._rows(), strict=True))
@@ -107,7 +107,7 @@ class StreamSteps:
     @property
     def serial(self) -> Iterator[Step]:
         """An order in which one thread can run all of them: each stage's next one in turn."""
-        return in_turn(self._rows())
+        return in_serial_order(self._rows())
 
     def _rows(self) -> list[Iterator[Step]]:
         """The steps of each replica, by number."""
@@ -118,7 +118,7 @@ class StreamSteps:
         """The steps of a replica, which takes part in each round, also without a micro-batch."""
         extent, own = self._extent, self._numbers[j]
         every = len(own)
-        ahead = every * (_ahead(j, list(map(len, self._numbers))) - 1)
+        ahead = every * (_in_flight(j, list(map(len, self._numbers))) - 1)
         for i in count(k - ahead, every):
             if i + ahead < extent.forwards:
                 yield self._step(Action("forward", i + ahead, j))

@@ -41,7 +41,7 @@ PARTS = {"gradient": (0.0, 0.1), "box": (0.12, 0.56), "activation": (0.58, 0.68)
 MEMORY = (0.72, 0.97)
 
 #: By what a span looks like: in words, and how far that is from the colour of its micro-batch.
-LOOKS = {kind: (about.words, about.shade) for kind, about in KINDS.items()} | {
+LOOKS = {kind: (info.label, info.shade) for kind, info in KINDS.items()} | {
     "activation": ("activations sent, below their sender", 0.35),
     "gradient": ("gradients sent, above their sender", 0.0),
 }
@@ -79,7 +79,7 @@ class Panel:
 
     def held(self, row: int) -> list[tuple[float, int]]:
         """From which time on how many micro-batches are in flight; empty if none goes back."""
-        found = [(KINDS[s.kind].alive, s) for s in self.actions[row]]  # type: ignore[index]
+        found = [(KINDS[s.kind].in_flight_change, s) for s in self.actions[row]]  # type: ignore[index]
         changes = sorted((s.start if k > 0 else s.end, k) for k, s in found if k)
         times, alive = [time for time, _ in changes], [k for _, k in changes]
         return list(zip(times, accumulate(alive), strict=True)) if -1 in alive else []

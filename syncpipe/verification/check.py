@@ -41,7 +41,7 @@ from syncpipe.runtime.graph import nodes_of
 from syncpipe.runtime.interrupts import with_swaps
 from syncpipe.runtime.streams import same_memory
 from syncpipe.runtime.thread_state import INLINE
-from syncpipe.schedules.named import SCHEDULES, ScheduleLike, build, shown
+from syncpipe.schedules.named import SCHEDULES, ScheduleLike, build, schedule_label
 from syncpipe.schedules.schedule import Schedule
 from syncpipe.state import State, restoring_module
 from syncpipe.training.loss import Objective
@@ -202,7 +202,7 @@ class _Check:
                 self._compare_gradients(run)
         self._compare("pipe(x)", tuple(reversed(range(self._m))), self._forward)
         for schedule in schedules:
-            name = shown(schedule).strip("'")
+            name = schedule_label(schedule).strip("'")
             try:
                 plan = build(schedule, self._m, self._pipeline.placement)
             except ValueError as error:

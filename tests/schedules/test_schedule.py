@@ -29,12 +29,12 @@ from syncpipe.schedules import (
     Simulation,
     auto,
     build,
-    dealt,
     from_csv,
     gpipe,
     interleaved_1f1b,
     naive,
     one_f_one_b,
+    round_robin,
     simulate,
     to_csv,
     validate,
@@ -114,7 +114,7 @@ def test_orders_as_in_the_literature() -> None:
     assert zb_h1(8, (0, 0, 1, 1)).in_flight == (2, 2, 2, 2)
 
 
-# --- stages that several devices serve: 1F1B-RR, and others dealt out --------------------------
+# --- stages that several devices serve: 1F1B-RR, and others by round robin ----------------------
 
 
 @settings(max_examples=100)
@@ -134,7 +134,7 @@ def test_any_schedule_can_be_dealt_out(data, m, seed, halves):
     devices = data.draw(st.sampled_from([(0, 1, 2), (0, 1, 0), (0, 0, 1), (0, 1, 1, 0)]))
     groups = [(0, 1), (2, 3, 4), 5]
     schedule = any_schedule(m, devices, seed=seed, halves=halves, in_order=False)
-    found = dealt(schedule, tuple([groups[d] for d in devices]))
+    found = round_robin(schedule, tuple([groups[d] for d in devices]))
     validate(found)
     for d, row in enumerate(schedule.actions):
         hands = groups[d] if isinstance(groups[d], tuple) else (groups[d],)

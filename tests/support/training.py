@@ -67,7 +67,7 @@ def schedule_of(pipe: Pipe, m: int, schedule: Any = "1f1b") -> Schedule:
 
 def on_each_device(schedule: Schedule) -> tuple[int, ...]:
     """The most cells that are alive at once on each device."""
-    alive = ((ACTIONS[action.kind].alive for action in row) for row in schedule.actions)
+    alive = ((ACTIONS[action.kind].in_flight_change for action in row) for row in schedule.actions)
     return tuple(max(accumulate(row, initial=0)) for row in alive)
 
 
