@@ -1,1 +1,1 @@
-"""What makes a schedule run: workers, streams, random state, recomputation."""
+"""Runs a schedule: workers, streams, random numbers, recomputation, offload."""

@@ -1,15 +1,14 @@
-"""Runs a program: each worker walks its own list of steps and waits only for what it needs.
+"""Runs a program: each worker runs its own steps in order and waits only for their messages.
 
-The engine knows order, errors and cancelling; what an action does is the task's business.
-Everything that goes from one action to another goes through the inbox of the worker that will need
-it:
+The engine knows order, errors and cancelling. The task knows what an action does. The results of an
+action go to the inboxes of the workers that need them:
 
     worker 0   run(0) --put--> inbox 1      run(1) --put--> inbox 1
     worker 1        take(...) run(0)             take(...) run(1)
 
-An engine owns its threads and stops them when it is collected; an idle thread holds nothing but its
-queue of jobs. A call owns its inboxes and everything in them, and is over when every worker that
-got it has finished its list, been cancelled, or failed.
+An engine owns its threads and stops them when it is garbage-collected. An idle thread holds only
+its queue of jobs. A call owns its inboxes and their contents. It ends when every worker has
+finished its steps, was cancelled, or failed.
 """
 
 from __future__ import annotations
@@ -34,19 +33,18 @@ from syncpipe.runtime.worker import Item, Worker, WorkerThread
 from syncpipe.schedules.schedule import Kind
 from syncpipe.schedules.steps import Step, Steps
 
-_JOIN_SECONDS = 2.0  # threads that are stuck in a layer must not block whoever drops the pipe
-_LOOK_SECONDS = 1.0  # whoever waits for a thread looks that often whether it is still there
+_JOIN_SECONDS = 2.0  # limit for joining threads, which may be stuck in a layer
+_LOOK_SECONDS = 1.0  # liveness poll interval
 
-#: Performs an action for a micro-batch, given the values of the messages that it needs, in a list
-#: that is its to empty. Returns the values of the messages that it sends.
+#: Runs an action for one micro-batch. Takes the list of received values, which it may empty, and
+#: returns the values to send.
 Run = Callable[[int, list[Any]], Sequence[Any]]
-#: What performs the actions of a kind on a stage, in this call.
+#: Returns the function that runs the actions of one kind on one stage in this call.
 Bind = Callable[[Kind, int], Run]
 
 
-#: The engines inside of whose calls this runs, weakly: what a layer makes may keep this alive.
-#: A pipe inside a layer runs inline: all nodes of the layer are then made by one thread, which is
-#: what autograd orders them by.
+#: The engines in whose calls this thread runs; weak, since a layer may keep its context alive.
+#: A pipe inside a layer runs inline: autograd orders the nodes of one thread only.
 RUNNING: ContextVar[tuple[weakref.ref[Engine], ...]] = ContextVar("syncpipe_running", default=())
 
 
@@ -55,7 +53,7 @@ class _Cancelled(BaseException):
 
 
 class _Inbox:
-    """The messages for one worker in one call: a number and a value; None: it is cancelled."""
+    """The messages for one worker in one call: (number, value); number None cancels."""
 
     def __init__(self) -> None:
         self._queue: SimpleQueue[tuple[int | None, Any]] = SimpleQueue()
@@ -63,7 +61,7 @@ class _Inbox:
         self.put = self._queue.put
 
     def take(self, numbers: Sequence[int]) -> list[Any]:
-        """Waits for messages and takes them out; raises when the call is cancelled."""
+        """Waits for messages and removes them; raises ``_Cancelled`` if the call is cancelled."""
         arrived = self._arrived
         for number in numbers:
             while number not in arrived:
@@ -75,7 +73,7 @@ class _Inbox:
 
 
 class _Reports:
-    """What the workers say when they are done with a job and hold nothing of it any more."""
+    """The workers that have not yet finished a job and dropped their references to it."""
 
     def __init__(self, count: int) -> None:
         self._missing = set(range(count))
@@ -88,7 +86,7 @@ class _Reports:
     def wait(
         self, threads: Sequence[WorkerThread], died: Callable[[int], None] = lambda w: None
     ) -> None:
-        """Waits until each has reported, or ``died``; may be interrupted and called again."""
+        """Waits until each worker has reported or died; may be called again after Ctrl-C."""
         while self._missing:
             try:
                 self._news.get(timeout=_LOOK_SECONDS)
@@ -119,7 +117,7 @@ class _Execution:
             inbox.put((None, None))
 
     def work(self, w: int, device: torch.device, state: CallerState) -> None:
-        """The steps of worker ``w``, on its thread. Never raises."""
+        """Runs the steps of worker ``w`` on its thread. Never raises."""
         step: Step | None = None
         RUNNING.set(self.running)  # each job has a context of its own
         take, is_over = self.inboxes[w].take, self.cancelled.is_set
@@ -132,18 +130,18 @@ class _Execution:
                         raise _Cancelled
                     what, i, needs, sends, to = step
                     received = [take(needs)]
-                    # The task gets the only reference to what it receives.
+                    # The task gets the only reference to the received values.
                     made = [self.runs[what](i, received.pop())]
                     for there, number, value in zip(to, sends, made.pop(), strict=True):
                         self.inboxes[there].put((number, value))
-                        del value  # it is the receiver's now
+                        del value  # the receiver owns it
         except _Cancelled:
             pass
         except BaseException as error:
             self.fail((False, -1, w) if step is None else step.action.rank, error)
 
     def run_here(self) -> None:
-        """All steps, on the calling thread."""
+        """Runs all steps on the calling thread."""
         RUNNING.set(self.running)
         runs = self.runs
         values: dict[int, Any] = {}
@@ -153,7 +151,7 @@ class _Execution:
 
 
 class Engine:
-    """The threads of a pipe, one for each worker, started at the first call that needs them."""
+    """The threads of a pipe, one per worker, started by the first call that needs them."""
 
     def __init__(self, workers: Sequence[Worker]) -> None:
         self._workers = list(workers)
@@ -163,13 +161,13 @@ class Engine:
         weakref.finalize(self, _stop, self._threads, os.getpid())
 
     def run(self, steps: Steps, bind: Bind, state: CallerState, *, inline: bool) -> None:
-        """Runs a program to its end; ``bind`` says what to do, the caller's state is in force.
+        """Runs a program to its end, under the caller's ``state``.
 
-        Raises what an action raised, of several that of the first by ``Action.rank``.
+        Raises the exception of an action; of several, the first by ``Action.rank``.
         """
         execution = _Execution(self, steps, bind)
-        if inline or len(steps.of) == 1 or sys.is_finalizing():  # no thread runs at the exit
-            # In a context of its own: whatever is set there is gone after it, Ctrl-C or not.
+        if inline or len(steps.of) == 1 or sys.is_finalizing():  # threads do not run at exit
+            # A context of its own drops all variables that are set in it, even after Ctrl-C.
             state.context.copy().run(backward_here, execution.run_here)
             return
         reports = _Reports(len(self._workers))
@@ -181,28 +179,28 @@ class Engine:
             )
             for w, worker in enumerate(self._workers)
         ]
-        submit = map(SimpleQueue.put, queues, jobs)  # all jobs or none: in C, without Ctrl-C
+        submit = map(SimpleQueue.put, queues, jobs)  # all jobs or none: C code defers Ctrl-C
 
         def died(w: int) -> None:
             name = str(self._workers[w].device)
             error = RuntimeError(
-                f"the thread of worker {name!r} has died, killed from outside of the pipe: this "
-                "call is lost, and the next one starts a new thread"
+                f"the thread of worker {name!r} was killed from outside the pipe: this call is "
+                "lost; call again, which starts a new thread"
             )
             execution.fail((True, 0, w), error)
 
         try:
-            # All workers see concurrent calls in the same order, or two calls could deadlock.
+            # All workers must see concurrent calls in one order, or two calls could deadlock.
             with self._lock:
                 self._start()
                 threads = list(self._threads)
                 queues += [thread.jobs for thread in threads]
                 deque(submit, maxlen=0)
             reports.wait(threads, died)
-        except BaseException:  # Ctrl-C, above all
+        except BaseException:  # Ctrl-C
             execution.cancel()
             if queues:
-                deque(submit, maxlen=0)  # nobody is left out, to come late
+                deque(submit, maxlen=0)  # every worker gets the job, and reports its end
                 reports.wait(threads, died)
             raise
         del jobs
@@ -212,15 +210,15 @@ class Engine:
             try:
                 raise error
             finally:
-                del error  # or this frame and the traceback would keep each other alive
+                del error  # breaks the cycle of this frame and the traceback
 
     def _start(self) -> None:
-        """Starts the threads if need be and shares out the cores."""
+        """Starts missing threads and divides the intra-op threads among the CPU workers."""
         for w, worker in enumerate(self._workers):
             if w == len(self._threads) or not self._threads[w].alive:
                 self._share = 0
                 for thread in self._threads[w : w + 1]:
-                    thread.stop()  # if Ctrl-C came while it was started
+                    thread.stop()  # Ctrl-C may have interrupted its start
                 self._threads[w : w + 1] = [WorkerThread(str(worker.device), self)]
                 self._threads[w].start()
         share = self.share()
@@ -230,27 +228,27 @@ class Engine:
             for w, thread in enumerate(self._threads):
                 thread.jobs.put((partial(_set_threads, share), partial(done.report, w)))
             done.wait(self._threads)
-            # New threads inherit what was set last, wherever: leave them the caller's number.
+            # New threads inherit the number that any thread set last: make it the caller's.
             torch.set_num_threads(mine)
             self._share = share
 
     def is_running(self) -> bool:
-        """Whether the caller of this is inside of a call of this engine."""
+        """Whether the current thread runs in a call of this engine."""
         return any(engine() is self for engine in RUNNING.get())
 
     def share(self) -> int:
-        """The number of intra-op threads for each CPU worker."""
+        """The number of intra-op threads per CPU worker."""
         cpus = sum(worker.device.type == "cpu" for worker in self._workers)
         return max(1, torch.get_num_threads() // max(1, cpus))
 
 
 def _set_threads(count: int) -> None:
-    torch.get_num_threads()  # or the thread's first operation would set what others have set last
+    torch.get_num_threads()  # else the thread's first operation restores the process-wide number
     torch.set_num_threads(count)
 
 
 def _stop(threads: list[WorkerThread], process: int) -> None:
-    """Ends the threads that a process (not one of its forks) has started; waits a little."""
+    """Stops the threads that this process started, not those of its parent; joins them briefly."""
     if process != os.getpid():
         return
     for thread in threads:

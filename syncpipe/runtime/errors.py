@@ -1,4 +1,4 @@
-"""Says where in the pipeline an exception came from, without changing the exception."""
+"""Adds the place in the pipeline to an exception, as a note."""
 
 
 def annotate(error: BaseException, note: str) -> None:

@@ -1,10 +1,10 @@
-"""Putting things back whenever Ctrl-C comes, and locks that a forked child finds free.
+"""Restores state after Ctrl-C at any bytecode; makes locks that are free in a forked child.
 
-Python looks for Ctrl-C between any two bytecodes of the main thread, also on the first line of a
-``finally``, whose rest then does not run, and in context managers written in Python. The signal
-cannot be blocked: layers run in other threads as well, and one that hangs has to be interrupted.
-What helps: what takes everything back, however often it is called, is called once more if Ctrl-C
-came in the middle of it. Locks are held by ``with lock:`` itself, which is C and has no bytecodes.
+Python raises ``KeyboardInterrupt`` between any two bytecodes of the main thread, also on the first
+line of a ``finally``, whose rest is then skipped, and inside context managers written in Python.
+Blocking the signal is no way out: a layer that hangs must be interruptible. So each undo function
+is idempotent and runs once more if Ctrl-C interrupted it. Locks are taken by ``with lock:``, which
+is C code.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ from typing import Any, TypeVar
 from torch import Tensor, nn
 
 _T = TypeVar("_T")
-#: A dict and a key, or a module or tensor and the name of an attribute; and what to put there.
+#: A dict and a key, or a module or tensor and an attribute name; and the value to put there.
 Swap = tuple[Any, str, Any]
 
 
 def run_and_undo(run: Callable[[], _T], undo: Callable[[], Any] | Iterator[Any]) -> _T:
-    """Calls a function, and then takes back what it did, or began to do.
+    """Calls ``run``, then ``undo``, also after an exception or Ctrl-C in either of them.
 
-    ``undo`` takes everything back, however often it is called, or is an iterator that takes one
-    thing back with each step, by C functions.
+    ``undo`` is an idempotent function, or an iterator (of C functions) that undoes one change with
+    each step.
     """
     if isinstance(undo, Iterator):
         undo = partial(deque, undo, maxlen=0)
@@ -43,7 +43,7 @@ def run_and_undo(run: Callable[[], _T], undo: Callable[[], Any] | Iterator[Any])
 
 
 def with_swaps(swaps: Iterable[Swap], run: Callable[[], _T]) -> _T:
-    """Calls a function while other values are in some places, which all have one before."""
+    """Calls ``run`` while the values of ``swaps`` are in their places; then restores the others."""
     swaps = list(swaps)
     before = [
         (owner, name, getattr(owner, name) if _by_attribute(owner) else owner[name])
@@ -73,17 +73,16 @@ _locks: set[weakref.ref[Any]] = set()
 
 
 def forkable() -> Any:
-    """A ``threading.RLock`` that is free in a forked child, which has the forking thread only."""
+    """A ``threading.RLock`` that a forked child finds free, unless the forking thread holds it."""
     lock: Any = threading.RLock()
-    _locks.add(weakref.ref(lock, _locks.discard))  # written in C: Ctrl-C cannot come in between
+    _locks.add(weakref.ref(lock, _locks.discard))  # a C callback: Ctrl-C cannot interrupt it
     return lock
 
 
 def _free() -> None:
     for lock in [reference() for reference in list(_locks)]:
-        # Those of the thread that forked are still its own: the child goes on with that thread.
-        if lock is not None and not lock._is_owned():
-            lock._at_fork_reinit()  # as the locks of Python's own modules
+        if lock is not None and not lock._is_owned():  # the child continues the forking thread
+            lock._at_fork_reinit()
 
 
 if hasattr(os, "register_at_fork"):

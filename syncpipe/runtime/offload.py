@@ -1,21 +1,19 @@
-"""Activations that wait for backward in the memory of the host.
+"""Offload: activations wait for backward in host memory.
 
-A stage on an accelerator that offloads runs its forwards under saved-tensor hooks. What autograd
-would store is copied to the host, on a stream of its own, and comes back on another one, a few
-tensors ahead of the node of the graph that asks for it:
+An offloading stage runs its forwards under saved-tensor hooks. Each saved tensor is copied to the
+host on the stream ``out``, and back on the stream ``back``, a few tensors before its node needs it:
 
     compute   | cell 0 |e cell 1 |   ...   | backward of 0 |w        e: event, w: waits for it
     out                |w copy |
     back                             |w copy  | copy |e
 
-What goes is storages: views of one share one copy, and what comes back has the strides and the
-alignment that it had, so kernels do what they would have done. Parameters and buffers, what is
-small, and what is no plain tensor stay on the device.
+Whole storages are copied, so views share one copy, and a restored tensor has its original strides
+and alignment, so that kernels compute as they would have. Parameters, buffers, small tensors and
+tensor subclasses stay on the device.
 
-The host runs ahead of the device. So memory must not be free when a copy is done, which the host
-would learn late, but when the compute stream is past it: that stream takes and gives it, and waits
-for copies to the host when more than a few are under way. Nodes of the graph own what was packed,
-that owns its copy.
+The host runs ahead of the device and learns late that a copy is done. So the compute stream owns
+all device memory here: it allocates and frees it, and waits for copies to the host when more than a
+few are in flight. Graph nodes own the packed tensors, and these own their copies.
 """
 
 from __future__ import annotations
@@ -35,19 +33,17 @@ from syncpipe.data import described, storage_of
 from syncpipe.runtime.recomputation import version_of
 from syncpipe.runtime.streams import DeviceStreams
 
-#: What is smaller (in bytes) stays: a copy takes longer to start than to run.
-SMALL = 1 << 18
-#: So many copies to the host may be under way, and so many back before they are asked for.
-AHEAD = 4
+SMALL = 1 << 18  #: bytes; smaller tensors stay: starting a copy takes longer than the copy
+AHEAD = 4  #: copies in flight to the host, and copies back that are started early
 
 _graph_stays = torch._C._autograd._get_current_graph_task_keep_graph  # as for retain_graph=True
 
 
 class Offload:
-    """The activations of one stage on the host, in one call.
+    """The offloaded activations of one stage in one call.
 
     Args:
-        streams: those of the stage.
+        streams: the streams of the stage.
         out, back: streams for copies to the host, and back.
         own: the parameters and buffers of the stage.
     """
@@ -56,26 +52,26 @@ class Offload:
         self.device, self.backend = streams.device, streams.backend
         self.compute, self.out, self.back = streams.compute, out, back
         self._own = {storage_of(tensor) for tensor in own}
-        self._leaving: deque[tuple[Any, Tensor]] = deque()  # to the host, and still here
-        self._copies: dict[int, list[weakref.ref[_Copy]]] = {}  # for each micro-batch, in order
+        self._leaving: deque[tuple[Any, Tensor]] = deque()  # in flight to the host: event, memory
+        self._copies: dict[int, list[weakref.ref[_Copy]]] = {}  # by micro-batch, in order
         self._following: dict[int, int] = {}
         self._known: dict[tuple[int, int], weakref.ref[_Copy]] = {}  # by storage and version
 
     def goes_back(self, order: Sequence[int]) -> None:
-        """Says in which order micro-batches go back."""
+        """Sets the order in which micro-batches run backward."""
         self._following = dict(pairwise(order))
 
     def around(self, run: Callable[..., Any]) -> Callable[..., Any]:
-        """The forward of a micro-batch, whose activations go to the host."""
+        """Wraps the forward of a micro-batch, to offload its activations."""
 
         def offloading(i: int, *args: Any) -> Any:
             disabled = torch._C._autograd._saved_tensors_hooks_get_disabled_error_message()
-            if disabled is not None:  # by torch.func.grad, for one
+            if disabled is not None:  # for example by torch.func.grad
                 raise RuntimeError(
                     f"checkpoint='offload' cannot be used here ({disabled}): use 'never'"
                 )
             copies = self._copies.setdefault(i, [])
-            try:  # by hand, as in a re-materialized forward
+            try:
                 torch._C._autograd._push_saved_tensors_default_hooks(
                     lambda tensor: self._pack(tensor, i, copies), _unpack
                 )
@@ -88,7 +84,7 @@ class Offload:
     def _pack(
         self, tensor: Tensor, i: int, copies: list[weakref.ref[_Copy]]
     ) -> Callable[[], Tensor]:
-        """What gives the tensor back."""
+        """Packs a saved tensor; returns the function that unpacks it."""
         plain = (
             type(tensor) is Tensor
             and tensor.layout is torch.strided
@@ -101,7 +97,7 @@ class Offload:
             or tensor.untyped_storage().nbytes() < SMALL
             or storage_of(tensor) in self._own
         ):
-            # Not the tensor itself: stored by the node that made it, the two would never die.
+            # Detached: a node that stores its own output would form a cycle with it.
             kept = tensor if tensor.grad_fn is None else tensor.detach()
             return partial(_checked, kept, version_of(tensor), kept)
         key = (storage_of(tensor), version_of(tensor))
@@ -111,7 +107,7 @@ class Offload:
             copy = _Copy(self, tensor, i, len(copies))
             copies.append(weakref.ref(copy))
             self._known[key] = weakref.ref(copy)
-        # Without memory, but it counts the versions of what it is an alias of.
+        # An empty alias that shares the tensor's version counter.
         probe = tensor.detach()
         probe.data = tensor.new_empty(0)
         layout = tensor.storage_offset(), tensor.shape, tensor.stride()
@@ -125,19 +121,19 @@ class Offload:
         return fetched
 
     def leave(self, copied: Any, memory: Tensor) -> None:
-        """Keeps memory until the compute stream has waited for its copy to be done."""
+        """Keeps memory until the compute stream has waited for its copy (event ``copied``)."""
         self._leaving.append((copied, memory))
         self.let_go(AHEAD)
 
     def let_go(self, most: int = 0) -> None:
-        """Waits for copies to the host, until so many are under way, and frees what they read."""
+        """Waits until at most ``most`` copies to the host are in flight; frees their sources."""
         while len(self._leaving) > most:
             copied, memory = self._leaving.popleft()
             self.backend.wait(self.compute, copied)
-            del memory  # not before
+            del memory  # only after the wait
 
     def coming(self, i: int, k: int) -> None:
-        """Starts the copies that will be asked for next, before number ``k`` of a micro-batch."""
+        """Starts the copies back that backward needs next, before copy ``k`` of a micro-batch."""
         left = AHEAD
         while True:
             copies = self._copies.get(i, [])
@@ -155,14 +151,14 @@ class Offload:
 
 
 class _Copy:
-    """A storage, on the host."""
+    """The copy of a storage on the host."""
 
     def __init__(self, offload: Offload, tensor: Tensor, i: int, k: int) -> None:
         self._offload, self._i, self._k = offload, i, k
-        self._memory: Tensor | None = None  # its bytes on the device, when they were asked for
-        self._there: Any = None
+        self._memory: Tensor | None = None  # its bytes, back on the device
+        self._there: Any = None  # the event of the copy back
         storage = tensor.untyped_storage()
-        # Weakly; and no other storage has its address meanwhile.
+        # A weak reference, which also reserves the storage's address.
         self._source = StorageWeakRef(storage)  # type: ignore[no-untyped-call]
         backend, out = offload.backend, offload.out
         memory = _bytes_of(storage, offload.device)
@@ -173,17 +169,17 @@ class _Copy:
         offload.leave(backend.record(out), memory)
 
     def fetch(self) -> None:
-        """Starts to bring it back, unless that was done."""
+        """Starts the copy back to the device, once."""
         if self._memory is not None:
             return
         offload = self._offload
         storage = torch.UntypedStorage._new_with_weak_ptr(self._source.cdata)
-        if storage is not None:  # it was never gone
+        if storage is not None:  # still alive on the device
             self._memory = _bytes_of(storage, offload.device)
             return
         backend, back = offload.backend, offload.back
         memory = torch.empty_like(self._host, device=offload.device)
-        # It has waited for the copy to the host, and for all who had this memory before.
+        # The compute stream has waited for the copy to the host, and for earlier users of `memory`.
         backend.wait(back, backend.record(offload.compute))
         with backend.use(back):
             memory.copy_(self._host, non_blocking=True)
@@ -191,7 +187,7 @@ class _Copy:
         self._memory = memory
 
     def here(self) -> Tensor:
-        """Its bytes on the device, for the stream at hand; others are then on their way."""
+        """The bytes on the device, ready for the compute stream; also starts the next copies."""
         self.fetch()
         memory, there = self._memory, self._there
         assert memory is not None
@@ -205,7 +201,7 @@ class _Copy:
         return memory
 
     def __del__(self) -> None:
-        if self._there is not None:  # nobody asked for it: its memory must not be used before
+        if self._there is not None:  # unused: its memory must not be reused before the copy ends
             self._offload.backend.wait(self._offload.compute, self._there)
 
 
@@ -214,7 +210,10 @@ def _unpack(packed: Callable[[], Tensor]) -> Tensor:
 
 
 def _checked(probe: Tensor, version: int, tensor: Any) -> Any:
-    """The tensor (or its name), which autograd leaves to whoever sets hooks to look after."""
+    """The tensor (or its name); a ``RuntimeError`` if it was modified in place since the forward.
+
+    Autograd does not check the versions of tensors that hooks pack.
+    """
     now = version_of(probe)
     if now != version:
         what = described(tensor) if isinstance(tensor, Tensor) else tensor

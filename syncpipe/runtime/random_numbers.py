@@ -1,23 +1,22 @@
-"""Random numbers that do not depend on which thread comes first.
+"""Random numbers that do not depend on the timing of threads.
 
-Threads share generators: the CPU has one for the whole process, an accelerator one for each
-device. So what a layer draws is seeded from
+Threads share generators: the CPU has one per process, an accelerator one per device. So each layer
+that draws is seeded from
 
     (one draw from the caller's generator per call, index of the layer, index of the micro-batch)
 
-and nothing else. While it draws it holds the generators (a lock for each), and they get back the
-states that they had. It holds them for its whole forward, or, where PyTorch's own modules draw and
-nothing else does (``nn.Dropout`` in a block), for theirs; between two of these its own states are
-put aside:
+and nothing else. The layer holds a lock on each generator while it draws, and then restores the
+generator's state. It holds the locks for its whole forward. If only PyTorch's own modules draw in
+it (``nn.Dropout`` in a block), each of these modules holds them for its own forward, and the layer
+saves its states in between:
 
     block of stage 0   Linear  [Dropout]  Linear  GELU      Linear                [ ]: holds them
     block of stage 1       Linear  GELU  [Dropout]  Linear  GELU
 
-Which layers draw is learned anew in each call from the first micro-batch, for which layers that
-nobody knows hold all generators; those that do not draw then run freely. A thread of the user's may
-draw meanwhile, and a layer for the first time in a later micro-batch, unseen. But what counts is
-whether a recomputation gives what the forward gave, and that is always compared, but for layers
-that can do nothing else (:func:`fingerprint`, :func:`never_draws`).
+The first micro-batch of each call shows which layers draw: unknown layers hold all generators for
+it, and layers that do not draw then run without locks. A user's thread that draws meanwhile, and a
+layer that first draws in a later micro-batch, are not seen. But each recomputation is compared with
+its forward, except for layers that cannot differ (:func:`fingerprint`, :func:`never_draws`).
 """
 
 from __future__ import annotations
@@ -43,19 +42,19 @@ _T = TypeVar("_T")
 _Key = tuple[str, int]
 _CPU: _Key = ("cpu", 0)
 
-# Entered together they shield our own bookkeeping from the modes that are meant for the layers.
-# Both are PyTorch's own and used by ``with`` itself: Ctrl-C cannot come in between.
+# Together they hide our own bookkeeping from modes that the user set for the layers.
+# Both are C context managers, which Ctrl-C cannot interrupt.
 NoDispatch: Any = torch._C._DisableTorchDispatch
 NoFunctions: Any = torch._C.DisableTorchFunction
 
 
 class _Locks:
-    """One lock for each generator of the process, and one for reading and setting any state.
+    """One lock per generator of the process, and the lock ``states`` for reading or setting states.
 
-    ``get_state`` makes its result while it holds the generator's own mutex. If the garbage
-    collector then lets go of tensors, it lets go of the GIL, too; another thread that calls a
-    method of the generator would hold the GIL and wait for the mutex for ever (seen with torch
-    2.13). Whoever has ``states`` makes such a call, all others wait without the GIL.
+    ``get_state`` allocates its result under the generator's own mutex. If the garbage collector
+    frees tensors then, it releases the GIL, and another thread that calls a method of the generator
+    holds the GIL and waits for the mutex for ever (seen with torch 2.13). Under ``states`` only one
+    thread makes such calls, and the others wait without the GIL.
     """
 
     def __init__(self) -> None:
@@ -74,8 +73,8 @@ LOCKS = _Locks()
 class Generators:
     """The generators from which layers on one device can draw: the CPU's and the device's own.
 
-    Sets of them are bit masks: ``all``; and ``in_modules``, the CPU's, held by modules that
-    :func:`let_modules_hold` (0 on accelerators, whose generator no other thread wants).
+    Sets of generators are bit masks: ``all``; and ``in_modules``, the CPU's, held by single modules
+    (:func:`let_modules_hold`; 0 on accelerators, whose generator no other thread uses).
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -88,7 +87,7 @@ class Generators:
         self.in_modules = self.all + 1 if device.type == "cpu" else 0
 
     def pick(self, which: int) -> list[tuple[_Key, torch.Generator]]:
-        """The generators in a bit mask; in the one order in which their locks are taken."""
+        """The generators in a bit mask, in the order in which their locks are taken."""
         pairs = zip(self._keys, self.own, strict=True)
         return [pair for k, pair in enumerate(pairs) if which >> k & 1]
 
@@ -106,8 +105,8 @@ def _device_generator(device: torch.device) -> torch.Generator | None:
 
 
 def states_of(generators: Sequence[torch.Generator]) -> list[Tensor]:
-    with LOCKS.states, NoDispatch():  # a backend may make them by operators
-        return list(map(torch.Generator.get_state, generators))  # out of a profile function's sight
+    with LOCKS.states, NoDispatch():  # a backend may read states by operators
+        return list(map(torch.Generator.get_state, generators))  # `map` hides it from profilers
 
 
 def put_back_states(generators: Sequence[torch.Generator], states: Sequence[Tensor]) -> None:
@@ -116,27 +115,27 @@ def put_back_states(generators: Sequence[torch.Generator], states: Sequence[Tens
 
 
 def changed(generators: Sequence[torch.Generator], before: Sequence[Tensor]) -> int:
-    """A bit mask of the generators whose state is another one now."""
+    """A bit mask of the generators whose state has changed."""
     with NoDispatch(), NoFunctions():
         pairs = zip(before, states_of(generators), strict=True)
         return sum((not torch.equal(a, b)) << k for k, (a, b) in enumerate(pairs))
 
 
 def draw_seed() -> int:
-    """Draws the seed of a call from the caller's CPU generator, and nothing more."""
+    """Draws the seed of a call: one number from the CPU's global generator."""
     with LOCKS[_CPU], LOCKS.states, NoDispatch(), NoFunctions(), torch._C._DisableFuncTorch():
         return int(torch.empty((), dtype=torch.int64, device="cpu").random_().item())
 
 
 def _cell_seed(seed: int, layer: int, i: int) -> int:
-    """A seed for one layer and micro-batch.
+    """The seed of one layer and micro-batch.
 
-    The CPU's generator looks at the low 32 bits only, so these are kept apart for the cells of a
-    call: a bijection (the finalizer of MurmurHash3) of ``seed + a different number each``. Every
-    65,536 micro-batches the numbers begin again, between those of layers (at the golden ratio).
+    The CPU's generator uses only the low 32 bits, so these differ for all cells of a call: a
+    bijection (the finalizer of MurmurHash3) of ``seed`` plus a different number per cell. After
+    65,536 micro-batches the numbers restart, shifted between the layers (by the golden ratio).
     """
-    again, i = divmod(i, 1 << 16)
-    low = (seed + (i << 16) + layer + 40503 * again) & 0xFFFFFFFF
+    rounds, i = divmod(i, 1 << 16)
+    low = (seed + (i << 16) + layer + 40503 * rounds) & 0xFFFFFFFF
     low ^= low >> 16
     low = low * 0x85EBCA6B & 0xFFFFFFFF
     low ^= low >> 13
@@ -151,17 +150,17 @@ def is_random(operation: Any) -> bool:
 
 
 class GeneratorLease:
-    """What a layer draws for one micro-batch, and who it holds the generators from meanwhile.
+    """Lets one layer hold and seed generators for one micro-batch, and observes its draws.
 
-    While a pipe runs that the layer itself uses, the generators are given up: that pipe takes locks
-    of stages, and these come before the locks of generators.
+    The generators are released while a pipe runs inside the layer: the locks of that pipe's stages
+    must be taken before the locks of generators.
 
     Attributes:
-        draws: the generators that it draws from, or whose states it uses, as far as was observed.
-        touches: whether it saves or sets the state of a generator. ``fork_rng`` and
-            ``torch.utils.checkpoint`` do that, and comparing states does not see it.
-        nests: whether it uses a pipe.
-        ends: for the generator of an accelerator the fingerprint of its last state, if asked for.
+        draws: bit mask of the generators that the layer was seen to draw from.
+        touches: whether the layer reads or sets the state of a generator, as ``fork_rng`` and
+            ``torch.utils.checkpoint`` do; comparing states does not show it.
+        nests: whether the layer runs a pipe.
+        ends: by generator of an accelerator the fingerprint of its last state, if asked for.
     """
 
     def __init__(
@@ -170,14 +169,16 @@ class GeneratorLease:
         self._generators = [generator for _, generator in picked]
         self._locks = [LOCKS[key] for key, _ in picked]
         self._seed, self._observe = seed, observe
-        self._before: list[Tensor] = []  # the states of others
-        self._own: list[Tensor] = []  # its own, after the last module that drew
+        self._before: list[Tensor] = []  # the states before the lease
+        self._own: list[Tensor] = []  # the layer's states, after the last module that drew
         self._outer: GeneratorLease | None = None
         self.held = self.drew_outside = self.touches = self.nests = False
         self.draws = 0
         self.ends: dict[_Key, list[Tensor]] = {}
 
     def holding(self, run: Callable[[], _T]) -> _T:
+        """Runs a function that draws: takes the locks, seeds, and restores the states after it."""
+
         def drawing() -> _T:
             if self._own:
                 put_back_states(self._generators, self._own)
@@ -196,7 +197,8 @@ class GeneratorLease:
             )
 
     def while_leased(self, run: Callable[[], _T], *, held: bool = False) -> _T:
-        """Runs something in which modules draw; each holds the generators for itself."""
+        """Runs a function with this as the thread's lease; unless ``held``, each module that draws
+        holds the generators for itself."""
         before = _thread.lease, self.held
         if _thread.lease is not self:
             self._outer = _thread.lease
@@ -211,7 +213,7 @@ class GeneratorLease:
         return run_and_undo(begin, end)
 
     def in_module(self, run: Callable[[], _T]) -> _T:
-        """Runs a module that draws, somewhere in the layer."""
+        """Runs a module of the layer that draws."""
 
         def drawing() -> _T:
             try:
@@ -227,7 +229,7 @@ class GeneratorLease:
         return drawing()
 
     def released(self, run: Callable[[], _T]) -> _T:
-        """Runs something that takes other locks, for others as if the turn had not begun yet."""
+        """Runs a function that takes other locks, with the generators released and restored."""
         self.nests = True
         profile, held = sys.getprofile(), self.held
         profiling = profile is not None and profile == self._note_generator_call
@@ -238,7 +240,7 @@ class GeneratorLease:
             put_back_states(self._generators, self._before)
         counts: list[Any] = []
         try:
-            # Also for the turns around this one; in C, so that no count is lost to Ctrl-C.
+            # Releases leases around this one, too; C code, so that Ctrl-C loses no count.
             counts.extend(map(methodcaller("_release_save"), self._locks if held else ()))
             _thread.lease = self._outer
             return run()
@@ -257,15 +259,15 @@ class GeneratorLease:
             while not lock._is_owned():
                 try:
                     lock._acquire_restore(count) if count else lock.acquire()
-                except BaseException as error:  # Ctrl-C; whoever took the lock will release it
+                except BaseException as error:  # Ctrl-C; the lock's holder will release it
                     interrupt = error
         if interrupt is not None:
             raise interrupt
 
     def observed(self, layer: Callable[[Any], Any], value: Any) -> Any:
-        """Runs a layer while it holds all generators, and sees from which it draws."""
+        """Runs a layer that holds all generators, and observes which of them it draws from."""
         start = self._own = states_of(self._generators)
-        self.touches = sys.getprofile() is not None  # somebody else looks: there can be only one
+        self.touches = sys.getprofile() is not None  # the one profiler is in use: assume it
 
         def looked_at() -> Any:
             if not self.touches:
@@ -298,15 +300,12 @@ def holds_generators() -> bool:
 
 
 def without_generators(run: Callable[[], _T]) -> _T:
-    """Runs something that takes other locks: gives up the generators that the thread holds."""
+    """Runs a function that takes other locks; the thread releases its generators meanwhile."""
     return run() if _thread.lease is None else _thread.lease.released(run)
 
 
 def with_cpu_generator(run: Callable[[], _T]) -> _T:
-    """Runs something on the calling thread that draws from the CPU's generator as the caller would.
-
-    Layers that draw at the same time wait, and do not take back what was drawn in here.
-    """
+    """Runs a function that draws from the CPU's global generator, while layers wait for it."""
     lease = GeneratorLease([])
     lease._locks = [LOCKS[_CPU]]
     return lease.holding(run)
@@ -323,17 +322,18 @@ def run_seeded(
     module: nn.Module | None = None,
     mark: bool = False,
 ) -> tuple[Any, GeneratorLease]:
-    """Runs a layer that draws its own random numbers for one micro-batch.
+    """Runs a layer with random numbers of its own for one micro-batch.
 
     Args:
-        generators: those of the layer's device.
-        which: those that the layer is expected to draw from.
+        generators: the generators of the layer's device.
+        which: bit mask of the generators that the layer is expected to draw from.
         cell: seed of the call, index of the layer, index of the micro-batch.
         layer: the layer, or a function.
         value: its input.
-        observe: find out from which generators it draws, or whose states it uses.
-        module: what the layer calls; None: it is a function.
-        mark: note where those of accelerators stand in the end, which tells how much was drawn.
+        observe: whether to find out which generators the layer draws from or reads.
+        module: the module that ``layer`` calls; None for a function.
+        mark: whether to note the last states of accelerators' generators, which show how much the
+            layer drew.
     """
     modules_can_hold = bool(generators.in_modules) and module is not None
     if observe and module is not None and modules_can_hold and _is_known(module):
@@ -362,11 +362,11 @@ def run_seeded(
 
 
 def fingerprint(output: Any) -> list[Tensor]:
-    """What tells the outputs of two runs of a layer apart, if it did something else.
+    """Checksums of a layer's output, to compare two runs of the layer.
 
-    Only on the CPU, where a layer that does the same gives the same to the last bit; elsewhere the
-    states of generators have to do. Of what is longer it has sums of every 251st word, so that it
-    matters where one stands.
+    CPU tensors only, where the same computation gives the same bits; elsewhere the states of
+    generators are compared. A long tensor has 251 sums, each of every 251st word, so that the
+    position of a word matters.
     """
     if torch._C._functorch.peek_interpreter_stack() is not None:
         return []
@@ -396,14 +396,14 @@ def same_fingerprints(one: Sequence[Tensor], other: Sequence[Tensor]) -> bool:
         return len(one) == len(other) and all(map(torch.equal, one, other))
 
 
-#: These draw in training, in their own forward and nowhere else.
+#: Modules that draw in training, in their own forward only.
 _DROPOUT: frozenset[type] = frozenset(
     {
         nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout,
         nn.FeatureAlphaDropout, nn.RReLU,
     }
 )  # fmt: skip
-#: Files of ``torch.nn.modules`` whose modules never draw, but for a few.
+#: Files of ``torch.nn.modules`` whose modules never draw, except ``_DRAWING``.
 _DETERMINISTIC_FILES = frozenset(
     f"torch.nn.modules.{name}"
     for name in (
@@ -416,21 +416,21 @@ _DRAWING = (
     nn.RReLU, nn.MultiheadAttention, nn.FractionalMaxPool2d, nn.FractionalMaxPool3d,
     LazyModuleMixin,
 )  # fmt: skip
-#: What ``module(...)`` calls in place of ``_call_impl``: an attribute of ``nn.Module`` made for
-#: ``compile``, which is left out of what is pickled or copied.
+#: The attribute of ``nn.Module`` that ``module(...)`` calls in place of ``_call_impl``. It exists
+#: for ``compile``; pickles and copies leave it out.
 _CALL = "_compiled_call_impl"
 
 
-#: By the identity of such a module the calls that it holds generators for.
+#: By the identity of a module that draws, the calls in which it holds generators.
 _leasing: dict[int, set[object]] = {}
 _leasing_lock = forkable()
 
 
 def modules_that_draw(roots: Iterable[nn.Module]) -> list[nn.Module]:
-    """The modules of PyTorch that draw, in training, in their own forward and nowhere else."""
+    """PyTorch's modules that draw in training, in their own forward only."""
     found: dict[nn.Module, None] = {}
     pending: list[nn.Module | None] = [*roots]
-    while pending:  # (``modules()`` takes several Python calls for each: this is done in each call)
+    while pending:  # each call does this, and ``modules()`` is several times slower
         module = pending.pop()
         if module is not None:
             pending.extend(module._modules.values())
@@ -440,7 +440,7 @@ def modules_that_draw(roots: Iterable[nn.Module]) -> list[nn.Module]:
 
 
 def let_modules_hold(modules: Sequence[nn.Module], run: Callable[[], _T]) -> _T:
-    """Lets modules that draw hold the generators in a layer's turn while something runs."""
+    """Runs a function while ``modules`` hold the generators for their own forwards."""
     if not modules:
         return run()
     call = object()
@@ -478,12 +478,12 @@ def _leases(module: nn.Module) -> bool:
 
 
 def is_compiled(module: nn.Module) -> bool:
-    """Whether ``module.compile()`` was called; in a call :func:`let_modules_hold` sets the same."""
+    """Whether ``module.compile()`` was called; :func:`let_modules_hold` uses the same attribute."""
     return module._compiled_call_impl is not None and not _leases(module)
 
 
 def never_draws(module: nn.Module) -> bool:
-    """Whether a layer is made of PyTorch's own modules that never draw, without any hook."""
+    """Whether all modules of a layer are PyTorch's own, never draw, and have no hooks."""
     return all(map(_is_deterministic, module.modules()))
 
 
@@ -501,7 +501,7 @@ def _is_plain(module: nn.Module) -> bool:
 
 
 def has_hooks(module: nn.Module) -> bool:
-    """Whether hooks run around the forward of a module, or its backward."""
+    """Whether a module has hooks around its forward or backward."""
     return bool(
         module._forward_hooks
         or module._forward_pre_hooks

@@ -1,24 +1,25 @@
-"""Cells that run without keeping their graph, and are computed again before they go back.
+"""Recomputation: a cell drops its graph after the forward and runs again just before its backward.
 
-    forward     x --> [cell] --> y        y goes on, the graph is dropped, x is kept
-    recompute   x --> [cell] --> y'       this graph goes back
+    forward     x --> [cell] --> y        y is sent, the graph is dropped, x is kept
+    recompute   x --> [cell] --> y'       backward runs through this graph
 
-Both runs record a graph: a forward without one may take other kernels, with other last bits. The
-second one computes from what the first one used, and leaves no trace. Of what is in modules,
+Both runs record a graph: a forward without one may use other kernels, with other last bits. The
+second run sees the modules as the first one did, and leaves no change in them:
 
-* modes and parameters are only read. They are noted, as large buffers are. What is in their place
-  at the recomputation (``eval()``, a parameter that was frozen) gives way to them meanwhile. A
-  tensor that was modified in place is lost, and refused, and so is another module.
-* small buffers are copied before each forward, and the recomputation works on the copies: BatchNorm
-  moves its statistics without a trace in their versions.
-* of larger ones versions tell. Those that the last call changed are copied. A cell that changes
-  another one keeps its graph instead of being recomputed, and cells before it, which read that, are
-  refused. What the first cell of a call changes without a trace is found by sums over its memory.
-* the weight of ``nn.Embedding(max_norm=...)`` may be changed by forwards. The rows that a cell used
-  are noted, and put back while it is recomputed, which changes no row.
+* Modes, parameters and large buffers are noted by reference. The recomputation puts them back in
+  place of later ones (``eval()``, a frozen parameter). It refuses tensors that were modified in
+  place, and modules that were added or removed.
+* Small buffers are copied before each forward, and the recomputation works on the copies: BatchNorm
+  updates its statistics without a new version.
+* Large buffers that the last call changed are copied, too. A cell that changes another large buffer
+  keeps its graph, and earlier cells of the call, which read it, are refused. Changes without a new
+  version are found in the first cell of a call, by sums over the buffer's memory.
+* Forwards may shorten the weight rows of ``nn.Embedding(max_norm=...)``. The rows that a cell used
+  are noted, and put back while the cell is recomputed, without renormalisation.
 
-All threads see what is in a module, so forwards and recomputations of such a stage take its lock. A
-pipe inside a layer is covered by the lock of the outermost stage: that comes before random state.
+Modules are shared by all threads, so forwards and recomputations of such a stage take its lock. A
+pipe inside a layer runs under the lock of the outermost stage, which is taken before the locks of
+generators.
 """
 
 from __future__ import annotations
@@ -55,19 +56,19 @@ from syncpipe.runtime.random_numbers import NoDispatch
 
 _CHECKPOINTING: ContextVar[bool] = ContextVar("syncpipe_checkpointing", default=False)
 _RECOMPUTING: ContextVar[bool] = ContextVar("syncpipe_recomputing", default=False)
-#: The lock of the outermost stage that runs here; it covers the pipes inside.
+#: The lock of the outermost stage that runs on this thread; covers the pipes inside its layers.
 OUTERMOST: ContextVar[Any] = ContextVar("syncpipe_stage_lock", default=None)
 
 _Place = tuple[nn.Module, str]
-_Rows = tuple[Tensor, Tensor, Tensor]  # of a weight: which, and what is in them
-SMALL = 1 << 16  #: bytes of a buffer that is copied before each forward
+_Rows = tuple[Tensor, Tensor, Tensor]  # a weight, indices of rows, the values of these rows
+SMALL = 1 << 16  #: bytes; buffers up to this size are copied before each forward
 _VERSION: Callable[[Tensor], int] = attrgetter("_version")
 
 
 def is_checkpointing() -> bool:
     """Return whether the calling layer runs in a forward whose activations are dropped.
 
-    It will run once more, in backward, for the same micro-batch.
+    The layer will run once more, in backward, for the same micro-batch.
     """
     return _CHECKPOINTING.get()
 
@@ -75,19 +76,19 @@ def is_checkpointing() -> bool:
 def is_recomputing() -> bool:
     """Return whether the calling layer runs for the second time, in backward.
 
-    A layer with a side effect (a counter, a log) asks this to have it only once. Buffers need no
-    such care: a recomputation neither sees nor leaves a change in them.
+    A layer with a side effect (a counter, a log) asks this to run the effect only once. Buffers are
+    safe: a recomputation neither sees nor leaves changes in them.
     """
     return _RECOMPUTING.get()
 
 
 def version_of(tensor: Tensor | None) -> int:
-    """How often a tensor has been modified in place."""
+    """How often a tensor was modified in place."""
     return 0 if tensor is None or tensor.is_inference() else tensor._version
 
 
 def _put_rows(values: list[_Rows]) -> None:
-    """Past version counters: no other cell takes notice."""
+    """Writes rows without a new version, which other cells would notice."""
     with NoDispatch():
         for weight, rows, value in values:
             weight.data.index_copy_(0, rows, value)
@@ -102,27 +103,26 @@ def _modified(what: str, where: object, then: int, now: int) -> RuntimeError:
 
 
 class Changes:
-    """What the forwards of one stage change, as far as is known; from call to call."""
+    """What the forwards of one stage change in its modules; lives as long as the pipe."""
 
     def __init__(self, root: nn.Module) -> None:
-        self.lock = forkable()  #: held by whoever runs the stage, if there is any reason for it:
-        self.any = False  #: there ever was anything that two runs at a time would disturb
-        self.renorming: list[nn.Module] = []  #: the embeddings that keep their rows short
-        #: For each of their parameters that is alive how often forwards modified it.
+        self.lock = forkable()  #: held during runs of the stage if ``any`` is set
+        self.any = False  #: whether two concurrent runs of the stage may ever disturb each other
+        self.renorming: list[nn.Module] = []  #: the embeddings with ``max_norm``
+        #: For each of their living weights how often forwards modified it.
         self.renormed: MutableMapping[Tensor, int] = WeakTensorKeyDictionary()
         self.owners: list[nn.Module] = []  #: the modules with buffers
-        #: The large buffers that forwards changed in place, as the last call showed.
-        self.changing: set[_Place] = set()
-        #: Those of which no version told it in time, once: they are copied as small ones are.
+        self.changing: set[_Place] = set()  #: large buffers that the last call's forwards changed
+        #: Large buffers whose change was once found too late; copied as small ones are.
         self.copied: set[_Place] = set()
-        self.steady: set[_Place] = set()  #: those that a forward left as they were
+        self.steady: set[_Place] = set()  #: large buffers that a forward did not change
         self.follow(list(root.modules()))
 
     def renorm(self, run: Callable[[], Any], used: list[_Rows] | None) -> Any:
-        """Runs a forward, and counts how often it modified the parameters of embeddings.
+        """Runs a forward, and counts how often it modified the weights of embeddings.
 
-        What rows it ``used`` is noted: a row that is as long as it may be is shortened once more,
-        by its last bit, when rounding made it longer.
+        Appends the rows that the forward read to ``used``: a second renormalisation may change the
+        last bit of a row that rounding made too long.
         """
         own = [vars(module) for module in self.renorming]
 
@@ -134,11 +134,11 @@ class Changes:
             return result
 
         def look(module: Any, input: Tensor, *args: Any, **kwargs: Any) -> Any:
-            # Counted at once: a backward in this forward recomputes the cell.
+            # Counted now, not after the forward: a backward inside the forward recomputes the cell.
             forward = partial(type(module).forward, module, input, *args, **kwargs)
             output = counted([module.weight], forward)
             if type(input) is Tensor and used is not None:
-                with NoDispatch():  # it is none of the layer's operations
+                with NoDispatch():  # hidden from the layer's dispatch modes
                     rows, weight = torch.unique(input), module.weight.detach()
                     used.append((weight, rows, weight[rows]))
             return output
@@ -154,7 +154,7 @@ class Changes:
         return run_and_undo(watched, lambda: [each.pop("forward", None) for each in own])
 
     def with_rows(self, used: list[_Rows], run: Callable[[], Any]) -> Any:
-        """Runs a forward again, with the rows of embeddings as it used them."""
+        """Runs a recomputation with the rows of embeddings that its forward used."""
         with NoDispatch():
             before = [(weight, rows, weight[rows]) for weight, rows, _ in used]
 
@@ -165,9 +165,9 @@ class Changes:
         return run_and_undo(begin, partial(_put_rows, before))
 
     def follow(self, modules: list[nn.Module]) -> None:
-        """Goes by the modules that there are now: some may have come in since the last call."""
+        """Updates the facts to the modules that there are now."""
         owners = [module for module in modules if module._buffers]
-        if owners != self.owners:  # those that are gone may die
+        if owners != self.owners:  # drop the references to removed modules
             there = {(module, name) for module in owners for name, _ in module._buffers.items()}
             self.owners, self.changing = owners, self.changing & there
             self.copied, self.steady = self.copied & there, self.steady & there
@@ -182,9 +182,9 @@ class Changes:
 
 
 class ModuleState:
-    """The modules of a stage as they are in one call: their modes and their parameters.
+    """The modes and parameters of a stage's modules in one call.
 
-    If some parameters have no value yet (``lazy``), later cells need a new one. Tensors with a
+    Later cells need a new state if some parameters had no value yet (``lazy``). Buffers that have a
     substitute (``substitute_of``, by identity) are not copied.
     """
 
@@ -202,7 +202,7 @@ class ModuleState:
         self._computing = [substitute_of.get(id(p), p) for p in self._tracked]
         self.note_versions()
         self._checked: tuple[object, list[Swap]] | None = None
-        self.first = True  # no cell went forward yet
+        self.first = True  # whether no cell has run forward yet
         self.expected = set(changes.changing)  #: the large buffers that forwards may change
         self._changed: set[_Place] = set()
         self._copies: MutableMapping[tuple[int, int], _Version] = WeakValueDictionary()
@@ -212,35 +212,34 @@ class ModuleState:
         return self._marks == other._marks
 
     def note_versions(self) -> None:
-        """The parameters are as they should be: cells that do not compute with them as they were
-        before may be in flight."""
+        """Accepts the current values of the parameters for cells that are not yet recomputed."""
         self._versions = list(map(_VERSION, self._computing))
         self._renormed = dict(self.changes.renormed.items())
 
     def version(self, buffer: Tensor, version: int) -> _Version:
-        """The copy of a buffer in the version that it has now, which cells have in common."""
+        """The copy of a buffer in its current version, shared by all cells."""
         key = id(buffer), version
         if (found := self._copies.get(key)) is None:
             found = self._copies[key] = _Version(buffer)
         return found
 
     def went_forward(self, changed: Iterable[_Place]) -> None:
-        """Remembers which large buffers a forward changed in place, for this call and the next."""
+        """Notes which large buffers a forward changed in place, for this call and the next one."""
         self.first = False
         self._changed.update(changed)
         self.expected |= self._changed
         self.changes.changing = self._changed
 
     def swaps(self, where: object, epoch: object) -> list[Swap]:
-        """What to put back for a recomputation of ``where``, nearly always nothing.
+        """The swaps that restore modes and parameters for a recomputation; mostly empty.
 
-        Modules are compared once per ``epoch`` of the user's code. Raises a ``RuntimeError`` if a
-        parameter was modified in place, or the layers are other ones.
+        Modules are compared once per ``epoch``, in which no user code runs. Raises ``RuntimeError``
+        if a parameter was modified in place, or if modules were added or removed.
         """
         if (versions := list(map(_VERSION, self._computing))) != self._versions:
             renormed = self.changes.renormed
             for p, then, now in zip(self._tracked, self._versions, versions, strict=True):
-                now -= renormed.get(p, 0) - self._renormed.get(p, 0)  # by the forward itself
+                now -= renormed.get(p, 0) - self._renormed.get(p, 0)  # renormalised by forwards
                 if now != then:
                     raise _modified(f"a parameter ({described(p)})", where, then, now)
         if self._checked is None or self._checked[0] != epoch:
@@ -257,7 +256,7 @@ class ModuleState:
             if not same or list(module._parameters) != list(parameters):
                 raise RuntimeError(_other_modules(self._modules, modules, where))
             if module.training != training:
-                plain = "training" in module.__dict__  # not so in TorchScript's
+                plain = "training" in module.__dict__  # not in TorchScript modules
                 swaps.append((module.__dict__ if plain else module, "training", training))
             if _numbers(module) is not numbers:
                 swaps.append((module.__dict__, "_numbers", numbers))
@@ -271,7 +270,7 @@ class ModuleState:
 
 
 def _walk(root: nn.Module) -> tuple[list[nn.Module], list[int]]:
-    """All modules; and what tells whether anything that was noted of them has changed."""
+    """All modules, and a list that differs if a mode, parameter or module was changed."""
     modules: list[nn.Module] = []
     marks: list[int] = []
     seen: set[int] = set()
@@ -291,7 +290,7 @@ def _walk(root: nn.Module) -> tuple[list[nn.Module], list[int]]:
 
 
 def _numbers(module: nn.Module) -> Any:
-    """What a converted layer reads of modules of its model; it is replaced as a whole."""
+    """The values that a converted layer reads from modules of its model; immutable."""
     return module.__dict__.get("_numbers")
 
 
@@ -305,13 +304,13 @@ def _other_modules(then: list[nn.Module], now: list[nn.Module], where: object) -
 
 
 def is_small(buffer: Tensor) -> bool:
-    """Whether a buffer is copied instead of looked at: its version may also be that of others."""
+    """Whether a buffer is copied before each forward. A part of a storage has no own version."""
     size = buffer.numel() * buffer.itemsize
     return not buffer.requires_grad and (size <= SMALL or is_part(buffer))
 
 
 def copy_of(buffer: Tensor, made: dict[int, Tensor]) -> Tensor:
-    """A copy of a buffer; one that two modules share stays one."""
+    """A copy of a buffer; ``made`` keeps a buffer that two modules share one buffer."""
     if id(buffer) not in made:
         copied = buffer.detach().clone()
         made[id(buffer)] = disguised(buffer, copied) if buffer.__dict__ else copied
@@ -319,7 +318,7 @@ def copy_of(buffer: Tensor, made: dict[int, Tensor]) -> Tensor:
 
 
 def _read(buffer: Tensor) -> Tensor | None:
-    """What tells whether the memory of a buffer changed; None where there is none to read."""
+    """Sums over the memory of a buffer, to see changes; None where no memory can be read."""
     if type(buffer) is not Tensor or not torch._C._has_storage(buffer) or buffer.is_meta:
         return None
     memory = torch.empty(0, dtype=torch.uint8, device=buffer.device)
@@ -329,14 +328,14 @@ def _read(buffer: Tensor) -> Tensor | None:
 
 
 class _Version:
-    """A large buffer, and a copy of it in one version; alive as long as cells need it."""
+    """A large buffer and its copy in one version; lives as long as cells need it."""
 
     def __init__(self, buffer: Tensor) -> None:
         self.buffer, self.copy = buffer, copy_of(buffer, {})
 
 
 class _Noted(NamedTuple):
-    """What was in a place before a forward. Without a ``copy`` it is there as it was, or lost."""
+    """A buffer before a forward. If it changes and has no ``copy``, its old value is lost."""
 
     place: _Place
     buffer: Tensor | None
@@ -346,22 +345,22 @@ class _Noted(NamedTuple):
 
 
 class Recomputation:
-    """A cell that runs without keeping its graph, and how to run it again; under the stage's lock.
+    """One cell that drops its graph, and its recomputation. Both run under the stage's lock.
 
-    Made before the forward, for it notes buffers as they are then.
+    Made before the forward, because it notes the buffers.
     """
 
     cell: Callable[[Any], Any]  #: computes the cell again from a tree of inputs
-    mutates_inputs = False  #: whether it writes into these
-    stored: Counter[Any] | None = None  #: which tensors the forward stored; None: who cares
-    keeps_graph = False  #: whether it changed what cannot be put back, so that its graph is needed
+    mutates_inputs = False  #: whether the cell writes into its inputs
+    stored: Counter[Any] | None = None  #: what the forward stored; None: not compared
+    keeps_graph = False  #: whether a buffer's old value is lost, so that backward needs the graph
 
     def __init__(self, modules: ModuleState, where: object, *, may_keep: bool = False) -> None:
-        self.modules = self._first = modules  # to be replaced if it is lazy
+        self.modules = self._first = modules  # replaced later if it is lazy
         self._where, self._may_keep = where, may_keep
         self._noted: list[_Noted] = []
         self._copies: dict[_Place, Tensor] = {}
-        self._changed: set[_Place] = set()  #: of those that are noted
+        self._changed: set[_Place] = set()  # of the noted buffers, those that the forward changed
         self._lazy: list[_Place] = []
         self.inputs: Any = None
         made: dict[int, Tensor] = {}
@@ -391,10 +390,15 @@ class Recomputation:
     def forward(
         self, run: Callable[[Any], Any], inputs: Any, shapes: bool | None, *, guard: bool = False
     ) -> Any:
-        """Runs the cell for the first time; then sees which buffers that changed.
+        """Runs the forward of the cell, and notes which buffers it changed.
 
-        What it stored is noted, with shapes or without (None: not at all). If it may write into its
-        inputs, objects in these, which cannot be copied, are guarded.
+        Args:
+            run: the forward.
+            inputs: its inputs.
+            shapes: whether to note what the forward stored with shapes, or without; None: not at
+                all.
+            guard: whether to raise if the forward changes an object in its inputs, as these cannot
+                be copied.
         """
         begins = [] if shapes is None else [tensor.grad_fn for tensor in tensors_in(inputs)]
         objects = [(each, _attributes(each)) for each in objects_in(inputs)] if guard else []
@@ -410,13 +414,13 @@ class Recomputation:
         made: dict[int, Tensor] = {}
         if self._noted:
             self._look()
-        for module, name in self._lazy:  # it has its first value now, which is as good
+        for module, name in self._lazy:  # the forward gave it its first value
             if (buffer := module._buffers[name]) is not None:
                 self._copies[module, name] = copy_of(buffer, made)
         return outputs
 
     def _look(self) -> None:
-        """Sees which large buffers a forward changed in place."""
+        """Finds the large buffers that the forward changed in place."""
         changes, untraced = self._first.changes, set[_Place]()
         for place, buffer, version, copy, sums in self._noted:
             if version_of(buffer) != version:
@@ -435,15 +439,16 @@ class Recomputation:
         self._changed |= untraced
 
     def keep(self, cell: Callable[[Any], Any], inputs: Any) -> None:
-        """Keeps the detached inputs until they are given to the cell again."""
+        """Keeps the detached inputs for the recomputation."""
         self.cell, self.inputs = cell, inputs
         self._tracked = list(filterfalse(Tensor.is_inference, tensors_in(inputs)))
         self._versions = list(map(_VERSION, self._tracked))
 
     def __call__(self, inputs: Any, epoch: object, keep: bool) -> Any:
-        """The cell's outputs once more, from the inputs with a new graph; ``keep``: and again.
+        """Recomputes the cell's outputs from ``inputs``, with a new graph.
 
-        ``epoch`` is the same as long as the user's code cannot have changed any module.
+        ``epoch`` changes whenever user code may have changed modules. ``keep`` allows another
+        recomputation.
         """
         begins: list[Any] = []
         if self.stored is not None:
@@ -482,7 +487,7 @@ class Recomputation:
         )
 
     def _swaps(self, epoch: object, keep: bool) -> list[Swap]:
-        """What makes the stage what it was before the forward."""
+        """The swaps that restore the stage to its state before the forward."""
         made: dict[int, Tensor] = {}
         changes = self.modules.changes
         swaps = list(self.modules.swaps(self._where, epoch))
@@ -518,10 +523,10 @@ class Recomputation:
 
 
 def _stored_by(outputs: Any, begins: list[Any], *, shapes: bool) -> Counter[Any]:
-    """The operations in the graph of a cell, which say what was stored.
+    """The operations in the graph of a cell, which determine the stored tensors.
 
-    It ends at its outputs, and begins after the nodes that its inputs had; ``shapes`` are those of
-    what operations gave, with dtypes, which takes longer.
+    ``begins`` are the nodes of the cell's inputs. ``shapes`` adds the shapes and dtypes of results,
+    which takes longer.
     """
     found: Counter[Any] = Counter()
     for node in nodes_of([t.grad_fn for t in tensors_in(outputs)], begins):
@@ -533,17 +538,17 @@ def _stored_by(outputs: Any, begins: list[Any], *, shapes: bool) -> Counter[Any]
 
 
 def _sizes(shape: Any) -> tuple[int, ...]:
-    """A shape, without the symbol of a ragged dimension, which another run makes anew."""
+    """A shape, with -1 for a ragged dimension, whose symbol is new in each run."""
     return tuple([size if type(size) is int else -1 for size in shape])
 
 
-#: How inputs come in: a cell that writes into them is given copies. And casts, which store nothing:
-#: how many there are hangs on autocast's cache, which any thread clears that leaves its autocast.
+#: Nodes that are not compared: those that pass inputs into a cell, and casts. Casts store nothing,
+#: and their number depends on autocast's cache, which any thread may clear.
 _OURS = {"_CrossBackward", "CloneBackward0", "_ExactBackward", "AccumulateGrad", "ToCopyBackward0"}
 
 
 def _check_object(thing: Any, then: dict[str, tuple[Any, ...]], where: object) -> None:
-    """Raises a ``RuntimeError`` if a forward set an attribute, or modified one's tensor."""
+    """Raises ``RuntimeError`` if a forward set an attribute of an object or modified its tensor."""
     now = _attributes(thing)
     for name in then.keys() | now.keys():
         if then.get(name, ())[1:] != now.get(name, ())[1:]:
@@ -556,7 +561,7 @@ def _check_object(thing: Any, then: dict[str, tuple[Any, ...]], where: object) -
 
 
 def _attributes(thing: Any) -> dict[str, tuple[Any, ...]]:
-    """The attributes of an object (which keeps them alive), and what tells whether they changed."""
+    """The attributes of an object, each with its identity and version, to see changes."""
     return {
         name: (value, id(value), version_of(value) if isinstance(value, Tensor) else 0)
         for name, value in attributes_of(thing).items()

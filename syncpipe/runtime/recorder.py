@@ -1,9 +1,8 @@
-"""Writes down what a call does when, for ``pipe.trace()``.
+"""Records when each action of a call runs, for ``pipe.trace()``.
 
-On a CPU worker a moment is the host's time. On an accelerator it is an event on the stream where
-the work is done, which nobody waits for: the times are read when somebody asks for them. Beside it
-stands for how long the thread was running, which does not count where it waited for the
-interpreter's lock.
+A CPU worker records the host's time. An accelerator records an event on the stream that does the
+work; its time is read only on request, so that the call never waits. Each record also has the CPU
+time of the thread, without waits for the interpreter's lock.
 """
 
 from __future__ import annotations
@@ -25,14 +24,14 @@ _Range = torch._C._profiler._RecordFunctionFast
 
 
 def as_range(name: str, run: Callable[..., _T], *args: Any) -> _T:
-    """Runs something as a range of PyTorch's profiler; to be asked for only while one is active."""
+    """Runs a function as a range of PyTorch's profiler, which must be active."""
     with _Range(name):
         return run(*args)
 
 
 @dataclass(slots=True)
 class Moment:
-    """A point in time: the host's, or that of an event relative to another one."""
+    """A point in time: the host's, or an event's, relative to the event ``since``."""
 
     host: float
     event: Any = None
@@ -40,7 +39,7 @@ class Moment:
 
     @property
     def seconds(self) -> float:
-        """On the host's clock; waits until the event has happened."""
+        """The time on the host's clock; waits for the event."""
         if self.event is None:
             return self.host
         self.event.synchronize()
@@ -49,7 +48,7 @@ class Moment:
 
 @dataclass(slots=True)
 class Record:
-    """Something that a worker did; the attributes are those of ``timeline.Span``."""
+    """One action or transfer of a worker; the attributes are those of ``timeline.Span``."""
 
     kind: str
     i: int
@@ -64,9 +63,9 @@ class Record:
 
 
 class Recorder:
-    """Records call number ``step``, for all threads.
+    """Records call number ``step`` of a trace, on all threads.
 
-    ``origins`` has for each device an event, and when it happened, for all calls of a trace.
+    ``origins``, shared by all calls of a trace, has for each device an event and its time.
     """
 
     def __init__(
@@ -77,17 +76,17 @@ class Recorder:
         self._rows: Devices = ()
 
     def begin(self, worker_streams: list[DeviceStreams], rows: Devices) -> None:
-        """Call first, on the caller's thread, with the workers' streams and the stages' rows."""
+        """Begins a call, on the caller's thread, with the workers' streams and stages' rows."""
         self._streams, self._rows = worker_streams, rows
         for streams in worker_streams:
             if streams.backend is not None and streams.device not in self._origins:
-                # A host that is busy wakes up late; the quickest of some readings tells the time.
+                # A busy host wakes up late: the fastest of several readings is used.
                 readings = [_origin(streams) for _ in range(5)]
                 self._origins[streams.device] = min(readings, key=itemgetter(0))[1]
 
     @contextmanager
     def span(self, kind: str, i: int, j: int) -> Iterator[None]:
-        """The context in which stage ``j`` computes something."""
+        """The context of an action of stage ``j``."""
         row = self._row(i, j)
         streams = self._streams[row]
         start, running = self._now(streams, streams.compute), time.thread_time()
@@ -98,12 +97,12 @@ class Recorder:
 
     @contextmanager
     def transfer(self, i: int, j: int, target: int, *, backward: bool) -> Iterator[None]:
-        """The context in which something is sent from stage ``j`` to ``target``, or back."""
-        if backward:  # along the same edge, the other way
+        """The context of a transfer from stage ``j`` to ``target``, or back if ``backward``."""
+        if backward:
             j, target = target, j
         row = self._row(i, j)
         source, there = self._streams[row], self._streams[self._row(i, target)]
-        if source.backend is not None:  # it cannot begin before what it sends is there
+        if source.backend is not None:  # a copy starts when its source is computed
             source.backend.wait(source.outbound, source.backend.record(source.compute))
         start = self._now(source, source.outbound)
         yield
@@ -126,7 +125,7 @@ class Recorder:
 
 
 def _origin(streams: DeviceStreams) -> tuple[float, Moment]:
-    """An event with the host's time, and by how much that may be wrong."""
+    """The largest error of a reading in seconds, and an event with the host's time."""
     begin = time.perf_counter()
     event = streams.backend.stamp(streams.compute)
     event.synchronize()

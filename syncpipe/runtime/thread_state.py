@@ -1,15 +1,13 @@
-"""What a thread knows besides its variables: captured from the caller, in force in the workers.
+"""Thread-local state of PyTorch: captured from the caller, applied on the workers.
 
-Grad mode, autocast, the default device and a dozen other things belong to the thread that set
-them. A layer must not notice that it runs on another thread, so each call captures the state of
-its caller once and every worker applies it while it serves that call. Dispatch modes and PyTorch's
-profiler must not be entered by two threads at a time: where one of them is active, or the caller
-asks for it by :class:`inline`, the call runs on the caller's thread.
+Grad mode, autocast, the default device and other settings belong to the thread that set them. A
+layer must not notice that it runs on another thread: each call captures the caller's state once,
+and every worker applies it during the call. Two threads cannot share dispatch modes or PyTorch's
+profiler: if one is active, or under :class:`inline`, the call runs on the caller's thread.
 
-What goes back inside of an action, or of a recomputation, does so on that very thread
-(:func:`backward_here`). Those hold locks, and autograd's only thread for an accelerator may be
-waiting for these: it recomputes as well. As nobody who holds a lock waits for a thread of
-autograd's, these may wait for locks.
+A backward inside an action or a recomputation runs on the same thread (:func:`backward_here`). Both
+hold locks, and autograd's one thread per accelerator, which recomputes too, may wait for them. So
+no holder of a lock waits for a thread of autograd.
 """
 
 from __future__ import annotations
@@ -41,18 +39,18 @@ INLINE: contextvars.ContextVar[bool | str] = contextvars.ContextVar(
 
 
 class inline(AbstractContextManager[None]):
-    """A context in which every pipe runs on the calling thread, without any hand-off.
+    """A context in which every pipe runs on the calling thread, for example in a debugger.
 
-    For a debugger, and for whatever looks at one thread only. The results are the same::
+    The results are the same::
 
         with syncpipe.inline():
             y = pipe(x)
 
     Args:
-        graph: ``pipe(x)`` leaves the graph of its layers behind, for whoever uses tensors that
-            forward hooks kept, and so on: its stages run one after another with ordinary copies
-            between devices, and what is computed again is so by ``torch.utils.checkpoint``. Outputs
-            are the same, and gradients but for the order in which those of one parameter are added.
+        graph: let ``pipe(x)`` return outputs with the plain graph of its layers, so that tensors
+            saved by hooks can be used with their graph. Stages run one after another with ordinary
+            copies between devices, and recomputation uses ``torch.utils.checkpoint``. The gradients
+            of a parameter may be summed in another order.
     """
 
     def __init__(self, *, graph: bool = False) -> None:
@@ -66,7 +64,7 @@ class inline(AbstractContextManager[None]):
 
 
 def uncompiled(function: Callable[_P, _T]) -> Callable[_P, _T]:
-    """A function out of sight of torch.compile: that is for layers, not for what is between."""
+    """Hides a function from torch.compile, which is for the layers only."""
     if "torch._dynamo" not in sys.modules:
         return function
     disable: Any = torch.compiler.disable
@@ -75,10 +73,10 @@ def uncompiled(function: Callable[_P, _T]) -> Callable[_P, _T]:
 
 @lru_cache(maxsize=1)
 def _flags() -> list[_Flag]:
-    """What gets and sets the values of a thread; after the first four, all autocasts there are.
+    """Getters and setters of a thread's settings; after the first four, those of autocast.
 
-    Casts of weights are cached for all threads, and cleared by whoever leaves the outermost
-    ``autocast``: outside of one the cache would go stale.
+    The cache of cast weights serves all threads, and is cleared at the end of the outermost
+    ``autocast``: without one it would go stale.
     """
     pairs = (
         (torch.is_autocast_enabled, torch.set_autocast_enabled),
@@ -102,7 +100,7 @@ def _set(flags: Sequence[_Flag], values: Sequence[Any]) -> None:
 
 @lru_cache(maxsize=1)
 def _process_flags() -> list[_Flag]:
-    """What gets and sets values of the whole process that layers often set for a while."""
+    """Getters and setters of settings of the process that layers often change temporarily."""
     names = ("filters", "showwarning", "_showwarnmsg_impl")
     kinds = ("flash", "mem_efficient", "math", "cudnn", "overrideable")  # sdpa_kernel
     return [
@@ -113,10 +111,10 @@ def _process_flags() -> list[_Flag]:
 
 
 def restoring_process(run: Callable[[], _T]) -> _T:
-    """Runs something on several threads; then values of the process are as they were.
+    """Runs a function on several threads, then restores settings of the process.
 
-    Where two layers set one for a while (``with sdpa_kernel(...)``), the later one to end puts back
-    what the other had set.
+    If two layers change a setting temporarily (``with sdpa_kernel(...)``), the one that ends last
+    would restore the other's value.
     """
     flags = _process_flags()
     return run_and_undo(run, partial(_set, flags, [get() for get, _ in flags]))
@@ -126,10 +124,10 @@ class CallerState:
     """The thread-local state of the thread that makes it.
 
     Attributes:
-        nested: whether the caller is inside of an ``autocast``, which clears the cache at its end.
-        autocasts: what switches off, and on again, each kind of autocast that is on.
-        transformed: whether torch.func or torch.jit.trace looks, which cannot recompute anything.
-        needs_inline: whether something is active that only the caller's own thread can honour.
+        nested: whether the caller is inside an ``autocast``, which clears the cache at its end.
+        autocasts: the setters of the autocasts that are enabled.
+        transformed: whether torch.func or torch.jit.trace is active; neither can recompute.
+        needs_inline: whether a mode is active that works on the caller's thread only.
     """
 
     def __init__(self) -> None:
@@ -139,7 +137,7 @@ class CallerState:
         self.values[1] = False  # as in `backward_here`
         self.autocasts = [set_it for get, set_it in _flags()[4:] if get() is True]
         self.inference = torch.is_inference_mode_enabled()
-        # Both at once, in C, so that Ctrl-C cannot come in between.
+        # Both in one C call, which Ctrl-C cannot interrupt.
         level, _ = map(call, (torch.autocast_increment_nesting, torch.autocast_decrement_nesting))
         self.nested = level > 1
         self.function_modes: list[Any] = _get_current_function_mode_stack()  # type: ignore[no-untyped-call]
@@ -156,28 +154,28 @@ class CallerState:
             or _C._autograd._profiler_enabled()
             or not all(isinstance(mode, DeviceContext) for mode in self.function_modes)
             or self.transformed
-            or _C._current_graph_task_id() != -1  # in backward, which must not wait
+            or _C._current_graph_task_id() != -1  # a backward must not wait for workers
         )
 
     def leave_devices(self) -> None:
-        """Lets ``torch.set_default_device(None)`` of the caller end what is in force.
+        """Restores ``set_default_device`` modes, so that ``set_default_device(None)`` ends them.
 
-        PyTorch's checkpoint enters that object again, which would then put itself back for ever.
+        PyTorch's checkpoint enters the mode again, which would then restore itself for ever.
         """
         for attributes, before in self._devices:
             attributes.update(before)
 
     @contextmanager
     def applied(self) -> Iterator[None]:
-        """Puts the state in force on the calling thread."""
+        """The context in which the calling thread has this state."""
         with ExitStack() as stack:
             if self.inference:
                 stack.enter_context(torch.inference_mode())
             stack.callback(_set, _flags(), [get() for get, _ in _flags()])
             _set(_flags(), self.values)
-            if self._subclasses and not _C._is_torch_function_enabled():  # in their `backward()`
+            if self._subclasses and not _C._is_torch_function_enabled():  # in a subclass's backward
                 stack.enter_context(_C._EnableTorchFunction())
-            if self.nested:  # an autocast inside a layer must not clear the caller's cache
+            if self.nested:  # keeps an autocast in a layer from clearing the caller's cache
                 torch.autocast_increment_nesting()
                 stack.callback(torch.autocast_decrement_nesting)
             for mode in self.function_modes:
@@ -190,18 +188,17 @@ class CallerState:
 
 
 def restoring_thread(run: Callable[[], _T]) -> _T:
-    """Runs something; then no modes or hooks of saved tensors are on that were not before, and
-    gradients are as they were.
+    """Runs a function, then restores the thread's modes, saved-tensor hooks and grad mode.
 
-    After Ctrl-C as well: PyTorch's own ``with`` blocks end in Python, where it may come.
+    After Ctrl-C, too, which can interrupt the end of PyTorch's own ``with`` blocks.
     """
 
     def closed() -> _T:
         try:
             return run()
         except KeyboardInterrupt as error:
-            # `_pop_mode_temporarily` puts its mode on again when it is closed: late, by the garbage
-            # collector, if Ctrl-C came in the `__exit__` that goes on with it.
+            # `_pop_mode_temporarily` pushes its mode again when its generator is closed. If Ctrl-C
+            # interrupted its `__exit__`, the garbage collector would close it, too late.
             for frame, _ in traceback.walk_tb(error.__traceback__):
                 manager = frame.f_locals.get("self")
                 if isinstance(manager, _GeneratorContextManager) and hasattr(manager, "gen"):
@@ -225,7 +222,7 @@ def restoring_thread(run: Callable[[], _T]) -> _T:
 
 
 def backward_here(run: Callable[[], _T]) -> _T:
-    """Runs something, and on this thread, too, all backwards that it begins."""
+    """Runs a function, with all backwards that it starts on this thread."""
 
     def inside() -> _T:
         torch._C._set_multithreading_enabled(False)
@@ -236,9 +233,9 @@ def backward_here(run: Callable[[], _T]) -> _T:
 
 
 def without_autocast(state: CallerState, run: Callable[..., _T]) -> Callable[..., _T]:
-    """A function for which is switched off what ``state`` has switched on, as after ``with``.
+    """Wraps a function to run with the autocasts of ``state`` disabled.
 
-    ``torch.autocast`` itself would clear its cache on the way out, and that of all threads.
+    ``torch.autocast(enabled=False)`` would clear the cache of all threads at its end.
     """
     if not state.autocasts:
         return run

@@ -1,4 +1,4 @@
-"""A worker: the thread, and on an accelerator the streams, that serve one device."""
+"""A worker: the thread, and on an accelerator the streams, of one device."""
 
 from __future__ import annotations
 
@@ -14,28 +14,27 @@ import torch
 
 from syncpipe.runtime.streams import AcceleratorStreams, DeviceStreams, checked_device
 
-#: Whether this is a free-threaded build of CPython. There an object belongs to the thread that made
-#: it, and what other threads let go of dies when that one next runs Python. A thread that sleeps
-#: keeps all of it alive, the memory of tensors included.
+#: Whether this is a free-threaded build of CPython. There an object that another thread drops is
+#: freed when the thread that made it next runs Python, so a sleeping thread keeps tensors alive.
 FREE_THREADED = bool(sysconfig.get_config_var("Py_GIL_DISABLED"))
 
 
 def has_lock() -> bool:
-    """Whether only one thread at a time can run Python."""
+    """Whether the interpreter has a global lock."""
     return not FREE_THREADED or bool(sys._is_gil_enabled())  # type: ignore[attr-defined, unused-ignore]
 
 
 class Worker:
-    """A device with streams of its own, to be given to ``Pipe`` in place of a device.
+    """A device with its own thread and streams, to be given to ``Pipe`` in place of a device.
 
-    Pipes make their workers themselves, one for each device. Made by hand, a worker puts a
-    partition on streams (and a thread) of its own even when another one uses the same device::
+    A pipe makes one worker per device. Workers made by hand give several partitions on one device
+    a thread and streams each::
 
         Pipe(model, [2, 2], devices=[Worker("cuda:0"), Worker("cuda:0")])
 
     Args:
         device: what ``torch.device`` takes.
-        streams: the stream operations to use, where PyTorch's own are not meant (tests).
+        streams: stream operations to use in place of PyTorch's (for tests).
     """
 
     def __init__(self, device: torch.device | str | int, *, streams: Any = None) -> None:
@@ -49,13 +48,13 @@ class Worker:
 
     @classmethod
     def shared(cls, device: torch.device) -> Worker:
-        """Return the worker that a pipe makes for a device: it computes on the current stream."""
+        """Return the worker that a pipe makes for a device; it computes on the current stream."""
         worker = cls(device)
         worker._private = False
         return worker
 
     def lane(self) -> DeviceStreams:
-        """Return this worker's device and streams for one call; call it on the caller's thread."""
+        """Return the device and streams of one call; must run on the caller's thread."""
         if self._made is None:
             backend = self._given
             if backend is None and self.device.type not in ("cpu", "meta"):
@@ -78,7 +77,7 @@ class Worker:
         return self._host
 
     def caller_lane(self) -> DeviceStreams:
-        """Return the stream on which the caller of the pipe works on this worker's device."""
+        """Return the caller's current stream on this worker's device."""
         backend = self.lane().backend
         return DeviceStreams(self.device, backend, None if backend is None else backend.current())
 
@@ -89,49 +88,47 @@ class Worker:
         return f"Worker({str(self.device)!r})"
 
 
-#: A job, which must not raise, and what to call once nothing is held of it.
+#: A job, which must not raise, and a callback for when all references to the job are dropped.
 Item = tuple[Callable[[], Any], Callable[[], Any]]
-#: After a job, and later: so often an idle thread lets go of what dies only when it runs.
+#: Seconds until an idle thread wakes to free objects (``FREE_THREADED``): the first, the longest.
 _LOOK_SECONDS = (0.001 if FREE_THREADED else None, 0.1)
 
 
 class WorkerThread:
-    """A daemon thread that runs the ``jobs`` it is given, in order, until it is stopped, or its
-    ``owner`` dies."""
+    """A daemon thread that runs its ``jobs`` in order until it is stopped or ``owner`` is freed."""
 
     def __init__(self, name: str, owner: object) -> None:
         self.jobs: SimpleQueue[Any] = SimpleQueue()
-        # The callback is written in C: Ctrl-C cannot come in between.
+        # A C callback: Ctrl-C cannot interrupt it.
         args = self.jobs, weakref.ref(owner, self.jobs.put)
         self._thread = threading.Thread(
             target=_serve, args=args, name=f"syncpipe {name}", daemon=True
         )
 
     def start(self) -> None:
-        """Starts the thread; whoever stops it must know it by then, for Ctrl-C may come."""
+        """Starts the thread; its owner must hold it already, in case of Ctrl-C."""
         self._thread.start()
 
     @property
     def alive(self) -> bool:
-        """Whether it was started and has not said itself that it ends.
+        """Whether the thread was started and has not ended.
 
-        Not ``Thread.is_alive``: before Python 3.13 that takes a running thread for ended if Ctrl-C
-        comes in the middle of it.
+        Not ``Thread.is_alive``: before Python 3.13, Ctrl-C inside it marks a running thread ended.
         """
         return self._thread.ident is not None and self._thread in threading.enumerate()
 
     def stop(self) -> None:
-        """Ends the thread after the jobs it has; idempotent, callable from any thread."""
+        """Ends the thread after its current jobs; idempotent, callable from any thread."""
         self.jobs.put(None)
 
     def join(self, timeout: float) -> None:
-        """Waits until the thread has ended, unless it is the calling one."""
+        """Waits for the end of the thread, unless it is the calling one."""
         if self.alive and self._thread is not threading.current_thread():
             self._thread.join(timeout)
 
 
 def _serve(jobs: SimpleQueue[Any], owner: weakref.ref[object]) -> None:
-    # A function and not a method, so that an idle thread keeps nothing alive but its queue.
+    # Not a method, so that an idle thread keeps only its queue alive.
     seconds = _LOOK_SECONDS[0]
     while True:
         try:

@@ -47,7 +47,7 @@ def without(module: str, monkeypatch: pytest.MonkeyPatch) -> None:
     ("devices", "reason"),
     [
         ("cpu:0,", "'' is not a device"),
-        ("cpu:128", "PyTorch knows the numbers 0 to 127"),
+        ("cpu:128", "PyTorch supports indices 0 to 127"),
         ("cpu:0,tpu", "'tpu' is not a device"),
         ("cuda:99", "'cuda:99' is"),
         ("99", "99 is"),

@@ -99,7 +99,7 @@ def call(name: str, *arguments: Any, **options: Any) -> Any:
     return lambda: getattr(a_pipe(), name)(*arguments, **options)
 
 
-NO_128 = r"is not a device: PyTorch knows the numbers 0 to 127"
+NO_128 = r"is not a device: PyTorch supports indices 0 to 127"
 AUTO = r"pipe\.trace\(\).*schedules\.auto\("
 
 
