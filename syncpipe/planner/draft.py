@@ -78,7 +78,7 @@ class Form:
     def _played(self) -> TimeTable:
         """When everything would end, were all stages even."""
         device_of = self.schedule.device_of
-        return play(self.schedule.actions, self.m, device_of, Costs.even(self.n)).cells
+        return play(self.schedule.actions, self.m, device_of, Costs.even(self.n)).table
 
     def waiting(self, kind: Kind, source: int, target: int) -> int:
         """How many activations or gradients wait on a stage that came straight from another one."""

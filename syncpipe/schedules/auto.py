@@ -14,7 +14,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from itertools import product
 
-from syncpipe.schedules.greedy import ROUNDING, Lister, Priorities, Problem
+from syncpipe.schedules.greedy import ROUNDING, ListSchedule, Priorities, Problem
 from syncpipe.schedules.named import SCHEDULES, build, naive, one_f_one_b, zb_h1
 from syncpipe.schedules.player import Costs, checked_counts, heads_and_tails, lower_bound
 from syncpipe.schedules.schedule import HALVES, Action, Kind, Schedule, stages_on
@@ -156,7 +156,7 @@ def _list_schedules(p: Problem) -> Iterator[tuple[float, _Rows]]:
         [[Action(kind, i, j) for i in numbers] for kind in p.kinds for j in own]
         for own in stages_on(p.device_of)
     ]
-    both = (True, False) if any(p.spare + p.extra) else (False,)
+    both = (True, False) if any(p.finish_reserve + p.recompute_reserve) else (False,)
     for lookahead, careful in product(_LOOKAHEADS, both):
         priorities: Priorities = {
             kind: [[float(rank * p.m + i) for i in numbers] for _ in stages]
@@ -164,7 +164,7 @@ def _list_schedules(p: Problem) -> Iterator[tuple[float, _Rows]]:
         }
         least, useless, mirrored = math.inf, 0, False
         while useless < 4:
-            made = Lister(p, lists, priorities, lookahead, careful, mirrored=mirrored)
+            made = ListSchedule(p, lists, priorities, lookahead, careful, mirrored=mirrored)
             if made.stuck:
                 break
             rows = tuple([tuple(row[:: -1 if mirrored else 1]) for row in made.rows])
@@ -176,7 +176,7 @@ def _list_schedules(p: Problem) -> Iterator[tuple[float, _Rows]]:
             # What ends last in this direction is the first in the other one.
             priorities = {
                 kind: [[-end for end in cell.ends] for cell in row]
-                for kind, row in made.cells.items()
+                for kind, row in made.table.items()
             }
             mirrored = not mirrored
 

@@ -19,7 +19,7 @@ from operator import itemgetter
 from syncpipe.schedules.player import ActionTimes, Costs, Played, Times, play, time_table
 from syncpipe.schedules.schedule import HALVES, KINDS, Action, Devices, Kind, Schedule, stages_on
 
-__all__ = ["ROUNDING", "Lister", "Priorities", "Problem", "merge_orders", "round_robin"]
+__all__ = ["ROUNDING", "ListSchedule", "Priorities", "Problem", "merge_orders", "round_robin"]
 
 
 #: For each kind, stage and micro-batch; what has the least is done first.
@@ -49,7 +49,7 @@ class Problem:
         return ("forward", *HALVES) if self.split else ("forward", "backward")
 
     @cached_property
-    def spare(self) -> list[float]:
+    def finish_reserve(self) -> list[float]:
         """For each stage the memory that must be left over when a micro-batch comes to it, to lead
         it through all later stages on the device, so that it does not get stuck.
         """
@@ -59,7 +59,7 @@ class Problem:
         return [later[j] for j in range(len(sizes))]
 
     @cached_property
-    def extra(self) -> list[float]:
+    def recompute_reserve(self) -> list[float]:
         """For each device what a recomputation takes on besides: it must be left over, too, until
         the last one is done.
         """
@@ -96,7 +96,7 @@ class Problem:
         return play(rows, self.m, self.device_of, self.costs, self.recomputed)
 
 
-class Lister:
+class ListSchedule:
     """Puts everything in an order: of what can start, what has the least priority is done first.
 
     ``rows`` are the actions of each device in order, ``cells`` say when they ended, and if
@@ -109,30 +109,30 @@ class Lister:
         lookahead: float = 0.0, careful: bool = False, *, mirrored: bool = False,
     ) -> None:  # fmt: skip
         p, devices = problem, range(len(lists))
-        self.cells = cells = time_table(p.m, p.device_of, p.costs, p.recomputed, mirrored=mirrored)
+        self.table = table = time_table(p.m, p.device_of, p.costs, p.recomputed, mirrored=mirrored)
         self.rows: list[list[Action]] = [[] for _ in devices]
-        self._wake = [0.0 for _ in devices]  # when each looks for something to do next
-        self._free, self._held = [0.0 for _ in devices], [0.0 for _ in devices]
+        self._next_check = [0.0 for _ in devices]  # when each looks for something to do next
+        self._free, self._memory = [0.0 for _ in devices], [0.0 for _ in devices]
         self._links = [[0.0 for _ in devices] for _ in devices]
         self._limits = [limit * (1 + ROUNDING) for limit in p.limits]
 
         def node(action: Action) -> _Node:
             kind, i, j = action
             takes, gives = p.memory(action)[:: -1 if mirrored else 1]
-            spare = p.spare[j] if careful and (mirrored or kind == "forward") else 0.0
-            return priorities[kind][j][i], cells[kind][j], action, takes, spare, gives
+            spare = p.finish_reserve[j] if careful and (mirrored or kind == "forward") else 0.0
+            return priorities[kind][j][i], table[kind][j], action, takes, spare, gives
 
         # The next one is the last of its list.
         step = 1 if mirrored else -1
-        self._left = [[list(map(node, each[::step])) for each in own] for own in lists]
+        self._unscheduled = [[list(map(node, each[::step])) for each in own] for own in lists]
         # What is kept for recomputations, and how many of them are still to come.
-        self._extra = p.extra if careful and not mirrored else [0.0 for _ in devices]
+        self._reserve = p.recompute_reserve if careful and not mirrored else [0.0 for _ in devices]
         self._recomputed = p.recomputed
-        self._again = [sum(p.recomputed[j] for j in own) for own in stages_on(p.device_of)]
-        while (now := min(self._wake)) < math.inf:
-            d = self._wake.index(now)
-            ready, ahead = self._look(d, now)
-            self._wake[d] = min(ahead)[0] if ahead else math.inf
+        self._to_recompute = [sum(p.recomputed[j] for j in own) for own in stages_on(p.device_of)]
+        while (now := min(self._next_check)) < math.inf:
+            d = self._next_check.index(now)
+            ready, ahead = self._startable(d, now)
+            self._next_check[d] = min(ahead)[0] if ahead else math.inf
             if ready and ahead and lookahead:
                 priority, end, _ = min(ready, key=itemgetter(0))
                 worth = [
@@ -142,18 +142,19 @@ class Lister:
                 ]
                 ready = [each for each in ready if not worth or each[1] <= min(worth)]
             if ready:
-                self._begin(d, now, min(ready, key=itemgetter(0))[2].pop())
-        self.stuck = any(map(any, self._left))
+                self._start(d, now, min(ready, key=itemgetter(0))[2].pop())
+        self.stuck = any(map(any, self._unscheduled))
 
-    def _look(
+    def _startable(
         self, d: int, now: float
     ) -> tuple[list[tuple[float, float, list[_Node]]], list[tuple[float, float]]]:
         """What a free device can do: how urgent it is, when it would end, and the list that it is
         in; and what can start later: when, and how urgent it is.
         """
-        held, limit, extra = self._held[d], self._limits[d], self._extra[d] * bool(self._again[d])
+        held, limit = self._memory[d], self._limits[d]
+        extra = self._reserve[d] * bool(self._to_recompute[d])
         found, ahead = [], []
-        for nodes in filter(None, self._left[d]):
+        for nodes in filter(None, self._unscheduled[d]):
             priority, cell, (kind, i, _), takes, spare, _ = nodes[-1]
             spare += extra * (kind == "forward")
             ready = 0.0
@@ -166,28 +167,29 @@ class Lister:
             else:
                 if takes and held + takes + spare > limit:
                     continue
-                ready -= cell.again[i]
+                ready -= cell.recompute[i]
                 if ready > now:
                     ahead.append((ready, priority))
                 else:
-                    found.append((priority, now + cell.takes[i] + cell.again[i], nodes))
+                    found.append((priority, now + cell.takes[i] + cell.recompute[i], nodes))
         return found, ahead
 
-    def _begin(self, d: int, now: float, node: _Node) -> None:
-        _, (ends, needs, sends, takes, again), action, taken, _, given = node
+    def _start(self, d: int, now: float, node: _Node) -> None:
+        _, (ends, needs, sends, takes, recompute), action, taken, _, given = node
         i, links = action.i, self._links[d]
-        self._again[d] -= i < self._recomputed[action.j] and KINDS[action.kind].sends == "gradient"
-        end = max([now + again[i], *(arrivals[i] for arrivals in needs)]) + takes[i]
+        back = KINDS[action.kind].sends == "gradient"
+        self._to_recompute[d] -= back and i < self._recomputed[action.j]
+        end = max([now + recompute[i], *(arrivals[i] for arrivals in needs)]) + takes[i]
         self.rows[d].append(action)
-        ends[i] = self._free[d] = self._wake[d] = end
-        self._held[d] += taken - given
+        ends[i] = self._free[d] = self._next_check[d] = end
+        self._memory[d] += taken - given
         for _, arrivals, devices, times in sends:
             to = devices[i]
             if to == d:
                 arrivals[i] = end
                 continue
             arrivals[i] = links[to] = max(end, links[to]) + times[i]
-            self._wake[to] = min(self._wake[to], max(end, self._free[to]))
+            self._next_check[to] = min(self._next_check[to], max(end, self._free[to]))
 
 
 def merge_orders(
@@ -222,7 +224,7 @@ def merge_orders(
 
     ones = (1.0,) * n
     problem = Problem(m, device_of, Costs.even(n), (0,) * n, ones, ones, [limit] * devices)
-    found = Lister(problem, lists, priorities)
+    found = ListSchedule(problem, lists, priorities)
     assert not found.stuck, "the orders wait for each other"
     return replace(whole, actions=tuple(map(tuple, found.rows)))
 

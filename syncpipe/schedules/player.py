@@ -127,7 +127,7 @@ class ActionTimes(NamedTuple):
     needs: list[Times]  # when what they wait for arrived
     sends: list[tuple[int, Times, tuple[int, ...], list[float]]]  # stage, arrivals, devices, times
     takes: list[float]  # how long they take
-    again: list[float]  # how long the recomputation takes that comes before
+    recompute: list[float]  # how long the recomputation takes that comes before
 
 
 TimeTable = dict[Kind, list[ActionTimes]]
@@ -143,20 +143,20 @@ def time_table(
     then waits, and a recomputation is a part of its backward.
     """
     last, counts, none = costs.last or costs, recomputed or (0,) * len(device_of), [0.0] * m
-    cells: TimeTable = {}
+    table: TimeTable = {}
     for kind in (*LETTERS.values(), *more):
-        cells[kind] = []
+        table[kind] = []
         for j, count in enumerate(counts):
             takes = [costs.times[kind][j]] * (m - 1) + [last.times[kind][j]]
-            again = none
+            recompute = none
             if count and KINDS[kind].sends == "gradient":
-                again = ([costs.recompute[j]] * (m - 1) + [last.recompute[j]])[:count]
-                again += none[count:]
+                recompute = ([costs.recompute[j]] * (m - 1) + [last.recompute[j]])[:count]
+                recompute += none[count:]
             if mirrored:
-                takes, again = list(map(add, takes, again)), none
-            ends = cells["backward"][j].ends if kind == "backward_input" else [-1.0] * m
-            cells[kind].append(ActionTimes(ends, [], [], takes, again))
-    forwards, whole, inputs, weights = (cells[kind] for kind in LETTERS.values())
+                takes, recompute = list(map(add, takes, recompute)), none
+            ends = table["backward"][j].ends if kind == "backward_input" else [-1.0] * m
+            table[kind].append(ActionTimes(ends, [], [], takes, recompute))
+    forwards, whole, inputs, weights = (table[kind] for kind in LETTERS.values())
     for first, then in ((forwards, whole), (forwards, inputs), (inputs, weights)):
         for pair in zip(first, then, strict=True):
             before, behind = reversed(pair) if mirrored else pair
@@ -169,12 +169,12 @@ def time_table(
             for row in kinds:
                 row[source].sends.append((target, arrivals, (devices * m)[:m], times))
                 row[target].needs.append(arrivals)
-    return cells
+    return table
 
 
 class Played(NamedTuple):
     makespan: float  # when the last action ended; math.inf if devices wait for each other for ever
-    cells: TimeTable
+    table: TimeTable
     waiting: list[Action | None]  # for each device the first action that could not be carried out
 
 
@@ -186,8 +186,8 @@ def play(
 
     Of each stage so many micro-batches, the first ones, are recomputed before they go back.
     """
-    cells = time_table(m, device_of, costs, recomputed, more)
-    plain = {kind: list(map(tuple, row)) for kind, row in cells.items()}  # quicker to take apart
+    table = time_table(m, device_of, costs, recomputed, more)
+    plain = {kind: list(map(tuple, row)) for kind, row in table.items()}  # quicker to take apart
     left, free = list(map(iter, rows)), [0.0] * len(rows)
     waiting = [next(row, None) for row in left]
     links = [[0.0] * len(rows) for _ in rows]
@@ -199,8 +199,8 @@ def play(
             action, row, now, sent = waiting[d], left[d], free[d], links[d]
             while action is not None:
                 kind, i, j = action
-                ends, needs, sends, takes, again = plain[kind][j]
-                ready = now + again[i]
+                ends, needs, sends, takes, recompute = plain[kind][j]
+                ready = now + recompute[i]
                 for arrivals in needs:
                     there = arrivals[i]
                     if there > ready:
@@ -221,7 +221,7 @@ def play(
                 break
             if action is not waiting[d]:
                 waiting[d], free[d], moved = action, now, True
-    return Played(math.inf if any(waiting) else max(free), cells, waiting)
+    return Played(math.inf if any(waiting) else max(free), table, waiting)
 
 
 def heads_and_tails(
@@ -256,8 +256,8 @@ def lower_bound(
             ((m - 1) * costs.times[kind][j] + last.times[kind][j]) / r
             for kind in ("forward", *HALVES)
         )
-        again = min(count, m - 1) * costs.recompute[j] + (count == m) * last.recompute[j]
-        work.append(forward + back + again / r)
+        recompute = min(count, m - 1) * costs.recompute[j] + (count == m) * last.recompute[j]
+        work.append(forward + back + recompute / r)
         late.append(weight)
     heads, tails = heads_and_tails(device_of, costs, split)
     bound = 0.0
@@ -423,11 +423,11 @@ def _spans(schedule: Schedule, costs: Costs, counts: Sequence[int], every: int) 
             if KINDS[kind].in_flight_change < 0 and (i + 1) % every == 0:
                 row.insert(p + 1, Action("update", i, j))
     more: tuple[Kind, ...] = ("recompute", "update")
-    cells = play(rows, schedule.m, schedule.device_of, costs, more=more).cells
+    table = play(rows, schedule.m, schedule.device_of, costs, more=more).table
     for d, row in enumerate(rows):
         now, busy = 0.0, [0.0] * len(rows)
         for kind, i, j in row:
-            ends, needs, sends, _, _ = cells[kind][j]
+            ends, needs, sends, _, _ = table[kind][j]
             start = max([now, *(arrivals[i] for arrivals in needs)])
             now = ends[i]
             yield Span(kind, i, j, d, start, now)

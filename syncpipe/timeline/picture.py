@@ -37,21 +37,21 @@ PALETTE = (
 )  # fmt: skip
 
 #: Where parts of a row begin and end, in heights of a row.
-PARTS = {"gradient": (0.0, 0.1), "box": (0.12, 0.56), "activation": (0.58, 0.68)}
+ROW_PARTS = {"gradient": (0.0, 0.1), "box": (0.12, 0.56), "activation": (0.58, 0.68)}
 MEMORY = (0.72, 0.97)
 
 #: By what a span looks like: in words, and how far that is from the colour of its micro-batch.
-LOOKS = {kind: (info.label, info.shade) for kind, info in KINDS.items()} | {
+APPEARANCES = {kind: (info.label, info.shade) for kind, info in KINDS.items()} | {
     "activation": ("activations sent, below their sender", 0.35),
     "gradient": ("gradients sent, above their sender", 0.0),
 }
-INK, FAINT, IDLE, HELD, HATCH = "#222222", "#666666", "#E6E7EA", "#8E94A3", "////"
+INK, FAINT, IDLE, IN_FLIGHT, HATCH = "#222222", "#666666", "#E6E7EA", "#8E94A3", "////"
 
 #: Inches: of a row, of what stands above rows, and of boxes and of a whole that are easy to read.
-ROW, HEADING, COMFORTABLE, NARROWEST, WIDEST = 0.7, 0.72, 0.27, 6.5, 20.0
+ROW, HEADING, BOX_WIDTH, NARROWEST, WIDEST = 0.7, 0.72, 0.27, 6.5, 20.0
 #: Points: of titles, names and notes, and of what stands in boxes. A character is 0.65 as wide.
 TITLE, NAME, SMALL, SMALLEST = 11.0, 9.0, 8.0, 7.0
-_STYLE: dict[str, Any] = {
+_LEGEND: dict[str, Any] = {
     "handler_map": {tuple: HandlerTuple(ndivide=None, pad=0.0)}, "fontsize": SMALL,
     "labelcolor": INK, "frameon": False, "columnspacing": 1.6,
 }  # fmt: skip
@@ -77,7 +77,7 @@ class Panel:
         word = ", ".join(map(str, sorted({span.j for span in self.actions[row]})))
         return f"stage{'s' * (',' in word)} {word}" if word else ""
 
-    def held(self, row: int) -> list[tuple[float, int]]:
+    def in_flight(self, row: int) -> list[tuple[float, int]]:
         """From which time on how many micro-batches are in flight; empty if none goes back."""
         found = [(KINDS[s.kind].in_flight_change, s) for s in self.actions[row]]  # type: ignore[index]
         changes = sorted((s.start if k > 0 else s.end, k) for k, s in found if k)
@@ -90,9 +90,9 @@ def draw(panels: Sequence[Panel], axis: str) -> Figure:
     spans = [s for panel in panels for s in panel.spans if s.kind != "transfer" and s.duration > 0]
     widths = sorted(span.duration for span in spans)
     first, last = _limits(panels)
-    wanted = COMFORTABLE * (last - first) / widths[len(widths) // 5] if widths else 0.0
+    wanted = BOX_WIDTH * (last - first) / widths[len(widths) // 5] if widths else 0.0
     inner = max(NARROWEST, min(wanted, WIDEST))
-    names = [_wide(name, NAME) for panel in panels for name in panel.rows]
+    names = [_text_width(name, NAME) for panel in panels for name in panel.rows]
     width = max([0.6, *names]) + inner + 1.2
     legend = _legend(panels)
     columns = max(1, int(width / 2.9))
@@ -103,7 +103,7 @@ def draw(panels: Sequence[Panel], axis: str) -> Figure:
     for axes, panel in zip(every, panels, strict=True):
         _paint(axes, panel, panels, inner)
     every[-1].set_xlabel(axis, fontsize=NAME, color=INK)
-    figure.legend(*zip(*legend, strict=True), loc="outside lower left", ncols=columns, **_STYLE)
+    figure.legend(*zip(*legend, strict=True), loc="outside lower left", ncols=columns, **_LEGEND)
     return figure
 
 
@@ -114,7 +114,7 @@ def paint(axes: Axes, panel: Panel, axis: str) -> None:
     axes.set_xlabel(axis)
     handles, words = zip(*_legend([panel]), strict=True)
     below: dict[str, Any] = {"loc": "upper left", "bbox_to_anchor": (0.0, -0.12)}
-    axes.legend(handles, words, ncols=max(1, int(inches / 2.9)), **below, **_STYLE)
+    axes.legend(handles, words, ncols=max(1, int(inches / 2.9)), **below, **_LEGEND)
 
 
 def _paint(axes: Axes, panel: Panel, panels: Sequence[Panel], inches: float) -> None:
@@ -130,8 +130,8 @@ def _paint(axes: Axes, panel: Panel, panels: Sequence[Panel], inches: float) -> 
     names = ["\n".join(filter(None, [name, panel.stages(row)])) for row, name in enumerate(rows)]
     places = [row + 0.38 for row in range(len(rows))]
     axes.set_yticks(places, names, fontsize=SMALL, parse_math=False)
-    facts = textwrap.fill(panel.facts, max(20, int(inches / _wide("m", NAME))))
-    title = textwrap.fill(panel.title, max(20, int(inches / _wide("m", TITLE) / 1.1)))
+    facts = textwrap.fill(panel.facts, max(20, int(inches / _text_width("m", NAME))))
+    title = textwrap.fill(panel.title, max(20, int(inches / _text_width("m", TITLE) / 1.1)))
     left: dict[str, Any] = {"loc": "left", "parse_math": False}
     axes.set_title(facts, fontsize=NAME, color=FAINT, pad=5, **left)
     if title:
@@ -142,9 +142,9 @@ def _paint(axes: Axes, panel: Panel, panels: Sequence[Panel], inches: float) -> 
         )  # fmt: skip
     _paint_rows(axes, panel, panels)
     boxes: dict[tuple[str, int, float, float], list[tuple[float, float]]] = defaultdict(list)
-    for span, top, bottom in boxes_of(panel.spans):
+    for span, top, bottom in drawn_boxes(panel.spans):
         hair = min(0.005 * inch, 0.1 * span.duration)  # to its neighbours
-        place = look(span), span.i % len(PALETTE), top, bottom - top
+        place = appearance(span), span.i % len(PALETTE), top, bottom - top
         boxes[place].append((span.start + hair, span.duration - 2 * hair))
     for (what, i, *y), x in boxes.items():
         # Edges, which have no width, are for hatches.
@@ -153,8 +153,8 @@ def _paint(axes: Axes, panel: Panel, panels: Sequence[Panel], inches: float) -> 
         hatch = HATCH if what == "recompute" else None
         axes.broken_barh(x, (y[0], y[1]), lw=0, hatch=hatch, **colours)
     for span, text in _labels(panel, inch):
-        middle = (span.start + span.end) / 2, span.row + sum(PARTS["box"]) / 2
-        colour = _colour(look(span), span.i)
+        middle = (span.start + span.end) / 2, span.row + sum(ROW_PARTS["box"]) / 2
+        colour = _colour(appearance(span), span.i)
         red, green, blue = (c**2.2 for c in to_rgb(colour))
         dark = 0.21 * red + 0.72 * green + 0.07 * blue < 0.29  # its luminance
         # Over hatches a number needs quiet ground.
@@ -173,18 +173,18 @@ def _limits(panels: Sequence[Panel]) -> tuple[float, float]:
 
 def _paint_rows(axes: Axes, panel: Panel, panels: Sequence[Panel]) -> None:
     """Grey lanes, what memory holds, and a note of both at the right."""
-    top, bottom = PARTS["box"]
-    every = [each.held(row) for each in panels for row in range(len(each.rows))]
-    most = max([1, *(count for held in every for _, count in held)])
+    top, bottom = ROW_PARTS["box"]
+    every = [each.in_flight(row) for each in panels for row in range(len(each.rows))]
+    most = max([1, *(count for changes in every for _, count in changes)])
     lane = [(start, end - start) for start, end in panel.windows]
     for row, idle in enumerate(panel.idle):
         note = f"{round(idle, 9):.0%} idle"
         axes.broken_barh(lane, (row + top, bottom - top), facecolor=IDLE, lw=0)
-        if changes := panel.held(row):
+        if changes := panel.in_flight(row):
             height = (MEMORY[1] - MEMORY[0]) / most
             times, counts = zip(*changes, strict=True)
             levels = [row + MEMORY[1] - height * count for count in counts]
-            axes.fill_between(times, row + MEMORY[1], levels, step="post", color=HELD, lw=0)
+            axes.fill_between(times, row + MEMORY[1], levels, step="post", color=IN_FLIGHT, lw=0)
             note += f"\n{max(counts)} in memory"
         axes.annotate(
             note, (1, row + (top + bottom) / 2), (6, 0), xycoords=("axes fraction", "data"),
@@ -192,16 +192,16 @@ def _paint_rows(axes: Axes, panel: Panel, panels: Sequence[Panel]) -> None:
         )  # fmt: skip
 
 
-def boxes_of(spans: Sequence[Span]) -> Iterator[tuple[Span, float, float]]:
+def drawn_boxes(spans: Sequence[Span]) -> Iterator[tuple[Span, float, float]]:
     """All spans that are drawn, with their top and bottom; one row is one high."""
     ways: dict[tuple[int, str], list[Span]] = defaultdict(list)
     for span in spans:
         if span.kind != "transfer":
-            yield span, span.row + PARTS["box"][0], span.row + PARTS["box"][1]
+            yield span, span.row + ROW_PARTS["box"][0], span.row + ROW_PARTS["box"][1]
         elif span.duration:
-            ways[span.row, look(span)].append(span)
+            ways[span.row, appearance(span)].append(span)
     for (row, what), group in ways.items():
-        placed, (top, bottom) = lanes(group), PARTS[what]
+        placed, (top, bottom) = lanes(group), ROW_PARTS[what]
         pitch = (bottom - top) / (1 + max(lane for lane, _ in placed))
         for lane, span in placed:
             yield span, row + top + lane * pitch, row + top + (lane + 0.9) * pitch
@@ -213,20 +213,20 @@ def _labels(panel: Panel, inch: float) -> Iterator[tuple[Span, str]]:
         several = len({span.j for span in own}) > 1
         for span in own:
             lines = [str(span.i), *([f"s{span.j}"] if several else [])]
-            if span.duration / inch >= max(_wide(line, SMALLEST) for line in lines):
+            if span.duration / inch >= max(_text_width(line, SMALLEST) for line in lines):
                 yield span, "\n".join(lines)
 
 
 def _legend(panels: Sequence[Panel]) -> list[tuple[Any, str]]:
     """What the picture consists of; shades are shown in the first colour."""
-    seen = {look(span) for panel in panels for span, _, _ in boxes_of(panel.spans)}
+    seen = {appearance(span) for panel in panels for span, _, _ in drawn_boxes(panel.spans)}
     rows = [(panel, row) for panel in panels for row in range(len(panel.rows))]
     entries: list[tuple[Any, str]] = []
     if seen:
         colours = tuple([Patch(facecolor=_colour("backward", i)) for i in range(4)])
         many = any("," in panel.stages(row) for panel, row in rows)
         entries.append((colours, "micro-batch" + ", s: stage" * many))
-    for what, (words, _) in LOOKS.items():
+    for what, (words, _) in APPEARANCES.items():
         handle: Any = Patch(facecolor=_colour(what, 0))
         if what in ("activation", "gradient"):
             handle = Line2D([], [], color=_colour(what, 0), lw=3.5, solid_capstyle="butt")
@@ -234,25 +234,25 @@ def _legend(panels: Sequence[Panel]) -> list[tuple[Any, str]]:
             handle.set(hatch=HATCH, edgecolor=_colour("backward", 0), linewidth=0)
         entries += [(handle, words)] * (what in seen)
     entries.append((Patch(facecolor=IDLE), "idle: the bubble"))
-    if any(panel.held(row) for panel, row in rows):
-        entries.append((Patch(facecolor=HELD), "memory: micro-batches in flight"))
+    if any(panel.in_flight(row) for panel, row in rows):
+        entries.append((Patch(facecolor=IN_FLIGHT), "memory: micro-batches in flight"))
     return entries
 
 
-def look(span: Span) -> str:
+def appearance(span: Span) -> str:
     """What a span looks like: its kind, or what it transfers."""
     sent = "gradient" if span.backward else "activation"
     return sent if span.kind == "transfer" else span.kind
 
 
-def _wide(text: str, size: float) -> float:
+def _text_width(text: str, size: float) -> float:
     """About how many inches a text takes."""
     return 0.65 * size / 72 * len(text)
 
 
 def _colour(what: str, i: int) -> str:
     """That of a micro-batch, so far on the way to white, or, below 0, to black."""
-    shade = LOOKS[what][1]
+    shade = APPEARANCES[what][1]
     rgb = to_rgb(PALETTE[i % len(PALETTE)])
     red, green, blue = (c + ((shade > 0) - c) * abs(shade) for c in rgb)
     return to_hex((red, green, blue))

@@ -82,7 +82,7 @@ class Timeline:
         steps: dict[int, list[float]] = defaultdict(list)
         for span in self.spans:
             steps[span.step] += span.start, span.end
-        return _merged((min(times), max(times)) for times in steps.values())
+        return _union((min(times), max(times)) for times in steps.values())
 
     @property
     def makespan(self) -> float:
@@ -96,24 +96,24 @@ class Timeline:
         actions = [span for span in self.spans if span.kind != "transfer"]
         rows = range(len(self.rows))
         times = [[(span.start, span.end) for span in actions if span.row == row] for row in rows]
-        return tuple([_total(_merged(own)) for own in times])
+        return tuple([_total_length(_union(own)) for own in times])
 
     @property
     def host(self) -> tuple[float | None, ...]:
         """For each row the time for which its thread was running in actions, where it is known."""
         spans, rows = self.spans, range(len(self.rows))
-        return tuple(_host([span for span in spans if span.row == row]) for row in rows)
+        return tuple(_host_time([span for span in spans if span.row == row]) for row in rows)
 
     @property
     def idle(self) -> tuple[float, ...]:
         """For each row the fraction of the steps' time in which it did nothing."""
-        time = _total(self.windows)
-        return tuple([_idle(busy, time) for busy in self.busy])
+        time = _total_length(self.windows)
+        return tuple([_idle_fraction(busy, time) for busy in self.busy])
 
     @property
     def bubble(self) -> float:
         """The fraction, from 0 to 1, of the rows' time that they idled; only steps count."""
-        return _idle(math.fsum(self.busy), len(self.rows) * _total(self.windows))
+        return _idle_fraction(math.fsum(self.busy), len(self.rows) * _total_length(self.windows))
 
     @property
     def costs(self) -> Costs:
@@ -169,7 +169,7 @@ class Timeline:
         factor, unit = handy(self.unit, median([span.duration for span in spans] or [0.0]))
         kinds = [kind for kind in _KINDS if any(span.kind == kind for span in spans)]
         busy, idle = [*self.busy, math.fsum(self.busy)], [*self.idle, self.bubble]
-        host = [*self.host, _host(spans)]
+        host = [*self.host, _host_time(spans)]
         lines = [["", "busy", "idle", *["host"] * (host[n] is not None), *kinds]]
         for row, name in enumerate([*self.rows, "all"]):
             own = [span for span in spans if row in (span.row, n)]
@@ -199,7 +199,7 @@ class Timeline:
         if suffix not in (".json", ".svg", ".png"):
             raise ValueError(f"path={os.fspath(path)!r} must end in .json, .svg or .png")
         if suffix == ".json":
-            Path(path).write_text(json.dumps(_trace(self)), encoding="utf-8")
+            Path(path).write_text(json.dumps(_trace_events(self)), encoding="utf-8")
         else:
             self.figure().savefig(path, format=suffix[1:])
 
@@ -279,7 +279,7 @@ def _panels(timelines: Mapping[str, Timeline], scale: bool = False) -> tuple[Any
     return picture, panels, "time (% of the makespan)" if scale else f"time ({unit})"
 
 
-def _merged(intervals: Iterable[tuple[float, float]]) -> tuple[tuple[float, float], ...]:
+def _union(intervals: Iterable[tuple[float, float]]) -> tuple[tuple[float, float], ...]:
     """The same time without overlaps, in order."""
     result: list[tuple[float, float]] = []
     for start, end in sorted(intervals):
@@ -290,22 +290,22 @@ def _merged(intervals: Iterable[tuple[float, float]]) -> tuple[tuple[float, floa
     return tuple(result)
 
 
-def _total(intervals: Iterable[tuple[float, float]]) -> float:
+def _total_length(intervals: Iterable[tuple[float, float]]) -> float:
     return math.fsum(end - start for start, end in intervals)
 
 
-def _idle(busy: float, time: float) -> float:
+def _idle_fraction(busy: float, time: float) -> float:
     """The fraction of some time in which nothing was done; 0 where there was no time."""
     return max(0.0, 1 - busy / time) if time else 0.0
 
 
-def _host(spans: Sequence[Span]) -> float | None:
+def _host_time(spans: Sequence[Span]) -> float | None:
     """For how long threads were running in these spans; None where it is unknown."""
     known = [span.host for span in spans if span.host is not None]
     return math.fsum(known) if known else None
 
 
-def _trace(timeline: Timeline) -> dict[str, Any]:
+def _trace_events(timeline: Timeline) -> dict[str, Any]:
     """Chrome's trace event format: complete events ("X"), and metadata ("M") that name threads."""
     events: list[dict[str, Any]] = []
 
