@@ -11,12 +11,12 @@ from collections.abc import Iterable
 
 from torch import Tensor
 
-from syncpipe.balance.stored import Live
+from syncpipe.balance.stored import LiveMemory
 
 __all__ = ["HostBytes"]
 
 
-class HostBytes(Live):
+class HostBytes(LiveMemory):
     """Counts the bytes that operations make on the host: ``alive``, and ``most``, may be set."""
 
     def watch(self, tensors: Iterable[Tensor]) -> None:

@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from syncpipe.balance.measure import profile, samples_in
-from syncpipe.balance.stored import Live
+from syncpipe.balance.stored import LiveMemory
 from syncpipe.layers.listing import Layers, as_sequential, on_meta, type_name
 from syncpipe.options import checked_chunks, counted
 
@@ -46,7 +46,7 @@ MakeOptimizer = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
 
 _GRADIENT_AND_ITSELF = 2.0
 #: With more places for borders, stages are filled up to the bound and no more evened out.
-_MOST_PLACES = 300_000
+_MAX_PLACES = 300_000
 
 
 def balance_by_time(
@@ -74,7 +74,7 @@ def balance_by_time(
         TypeError, ValueError: as :func:`syncpipe.balance.profile` and :func:`balance_cost`; or the
             model is on ``meta`` and takes no time.
     """
-    module, size = _checked(partitions, module), samples_in(sample)
+    module, size = _checked_layers(partitions, module), samples_in(sample)
     found = profile(
         module, sample, sizes=[size], timeout=timeout, device=device, progress=progress
     )  # fmt: skip
@@ -115,7 +115,7 @@ def balance_by_size(
         TypeError, ValueError: as :func:`syncpipe.balance.profile`, :func:`balance_cost` and
             :func:`param_scale_of`; or both ``param_scale`` and ``optimizer`` are given.
     """
-    module, chunks = _checked(partitions, module), checked_chunks(chunks)
+    module, chunks = _checked_layers(partitions, module), checked_chunks(chunks)
     scale, _ = scales_of(param_scale, optimizer, _GRADIENT_AND_ITSELF)
     size = -(-samples_in(input) // chunks)
     found = profile(module, input, sizes=[size], device=device, time=False, progress=progress)
@@ -176,15 +176,15 @@ def _measured_scales(optimizer: MakeOptimizer) -> tuple[float, float]:
         ) from error
     kept = {id(t): t for t in tree_leaves(state) if isinstance(t, Tensor)}
     held = sum(t.nbytes for t in kept.values() if t.numel() > 1) / parameter.nbytes
-    lists, live = [group for group in made.param_groups if group.get("foreach", 0) is None], Live()
+    lists = [group for group in made.param_groups if group.get("foreach", 0) is None]
     for group in lists:
         group["foreach"] = not group.get("fused")
-    with suppress(Exception), live:
+    with suppress(Exception), LiveMemory() as live:
         made.step()
     return 2.0 + held, live.most / parameter.nbytes * bool(lists)
 
 
-def _checked(partitions: int, layers: Layers) -> nn.Sequential:
+def _checked_layers(partitions: int, layers: Layers) -> nn.Sequential:
     """The layers; asks what cannot be right before anything is measured."""
     module = as_sequential(layers)
     if len(module):
@@ -307,17 +307,17 @@ def balance_cost(cost: Iterable[float], partitions: int) -> list[int]:
     unit = math.lcm(*{number.denominator for number in exact})
     sums = [0, *accumulate(number.numerator * (unit // number.denominator) for number in exact)]
     bound = _smallest_bound(sums, n)
-    borders = [min(end, len(costs) - n + k) for k, end in enumerate(_filled(sums, n, bound))]
+    borders = [min(end, len(costs) - n + k) for k, end in enumerate(_fill_stages(sums, n, bound))]
     lows = [len(costs)]
     for k in range(n - 1, -1, -1):
         lows.append(max(bisect_left(sums, sums[lows[-1]] - bound, 0, lows[-1]), k))
     windows = [range(low, end + 1) for low, end in zip(reversed(lows), borders, strict=True)]
-    if sum(map(len, windows)) <= _MOST_PLACES:
+    if sum(map(len, windows)) <= _MAX_PLACES:
         borders = _most_even(sums, windows, bound)
     return [b - a for a, b in pairwise(borders)]
 
 
-def _filled(sums: list[int], n: int, bound: int) -> list[int]:
+def _fill_stages(sums: list[int], n: int, bound: int) -> list[int]:
     """Borders of stages that are filled up to a bound from the left."""
     borders = [0]
     for _ in range(n):
@@ -331,7 +331,7 @@ def _smallest_bound(sums: list[int], n: int) -> int:
     low, high = max(largest, mean), mean + largest
     while low < high:
         middle = (low + high) // 2
-        enough = _filled(sums, n, middle)[-1] == len(sums) - 1
+        enough = _fill_stages(sums, n, middle)[-1] == len(sums) - 1
         low, high = (low, middle) if enough else (middle + 1, high)
     return low
 

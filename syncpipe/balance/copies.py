@@ -20,17 +20,17 @@ from syncpipe.data import tensors_in
 from syncpipe.layers.listing import Function, LayerSpec, build_alone, give_values, waiting
 from syncpipe.runtime.random_numbers import is_compiled
 
-__all__ = ["compiled", "copy_of_tensor", "described_layer", "layer_to_run"]
+__all__ = ["copy_of_tensor", "has_compiled", "layer_label", "runnable_copy"]
 
 _COMPILED_FROM = "_torchdynamo_orig_callable"
 
 
-def described_layer(name: str, layer: nn.Module) -> str:
+def layer_label(name: str, layer: nn.Module) -> str:
     """A layer in the words of error messages."""
     return f"layer {name!r} ({type(layer).__name__})"
 
 
-def layer_to_run(
+def runnable_copy(
     name: str, layer: nn.Module, device: torch.device | None, home: torch.device
 ) -> nn.Module:
     """A layer in train mode to try and to throw away: a copy, or what a spec builds.
@@ -67,7 +67,7 @@ def layer_to_run(
         raise
     except Exception as error:
         raise TypeError(
-            f"{described_layer(name, layer)} cannot be copied ({type(error).__name__}: {error}), "
+            f"{layer_label(name, layer)} cannot be copied ({type(error).__name__}: {error}), "
             "and layers are profiled on copies: give its class a __deepcopy__, or set aside the "
             "attribute that cannot be copied meanwhile"
         ) from error
@@ -100,7 +100,7 @@ def copy_of_tensor(tensor: Tensor, device: torch.device | None) -> Tensor:
     return made
 
 
-def compiled(layer: nn.Module) -> bool:
+def has_compiled(layer: nn.Module) -> bool:
     """Whether torch.compile has taken the Python out of a layer, or of a part of it."""
     return any(
         is_compiled(module)

@@ -110,10 +110,10 @@ class Roofline(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
         with nullcontext() if self._exact else suppress(Exception):
-            self.seconds += self._took(func, args, kwargs or {}, result)
+            self.seconds += self._seconds(func, args, kwargs or {}, result)
         return result
 
-    def _took(self, func: Any, args: Any, kwargs: Any, result: Any) -> float:
+    def _seconds(self, func: Any, args: Any, kwargs: Any, result: Any) -> float:
         packet = func._overloadpacket
         aliases = [found.alias_info for found in func._schema.returns]
         view = any(alias is not None and not alias.is_write for alias in aliases)
@@ -151,7 +151,7 @@ class AsOnGPU(TorchFunctionMode):
         if func is F.multi_head_attention_forward:
             with self:  # it is Python, and this mode is off inside of functions
                 return _undispatched(func)(*args, **kwargs)
-        return _AS_ON_GPU.get(func, func)(*args, **kwargs)
+        return _FUSED.get(func, func)(*args, **kwargs)
 
 
 def _undispatched(function: Any) -> Any:
@@ -215,7 +215,7 @@ def _rms_norm(
     return F.rms_norm(input, normalized_shape, weight, eps)
 
 
-_AS_ON_GPU: dict[Any, Any] = {
+_FUSED: dict[Any, Any] = {
     F.scaled_dot_product_attention: _attention,
     F.dropout: _dropout,
     F.rms_norm: _rms_norm,

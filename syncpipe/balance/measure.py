@@ -33,10 +33,10 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn.parameter import is_lazy
 from torch.overrides import TorchFunctionMode, _push_mode
 
-from syncpipe.balance.copies import compiled, copy_of_tensor, described_layer, layer_to_run
+from syncpipe.balance.copies import copy_of_tensor, has_compiled, layer_label, runnable_copy
 from syncpipe.balance.estimate import DEVICES, AsOnGPU, DeviceSpec, Roofline
 from syncpipe.balance.profile import LayerProfile, Profile, SkipProfile
-from syncpipe.balance.stored import Live, Stored, saving, size_of, watch_halves
+from syncpipe.balance.stored import LiveMemory, StoredMemory, record_saved, size_of, watch_halves
 from syncpipe.data import (
     NoChunk,
     batch_kind,
@@ -69,19 +69,19 @@ __all__ = [
 ]  # fmt: skip
 
 #: Micro-batches are measured at so many sizes if nobody names them.
-SIZES = 4
+DEFAULT_SIZES = 4
 #: The part of a device's peak that matrix products are taken to reach.
 EFFICIENCY = 0.5
-#: Rounds of each window: at least, unless all took ``PATIENCE`` times the timeout, and at most.
-LEAST, MOST, PATIENCE = 3, 200, 5
+#: Rounds of each window: at least, unless all took ``LATE_FACTOR`` times the timeout, and at most.
+MIN_ROUNDS, MAX_ROUNDS, LATE_FACTOR = 3, 200, 5
 #: Two rounds agree if the times of each layer differ by this factor at most, or by so many seconds;
 #: so many more rounds are tried until they do.
-AGREE, TINY, AGAIN = 1.2, 2e-5, 12
+AGREE, SLACK, EXTRA_ROUNDS = 1.2, 2e-5, 12
 #: More samples take so many times longer than in proportion, at most.
-OUT = 4
+GROWTH = 4
 #: By what factor a layer takes longer than its operators would on some CPU, or some GPU, is at most
 #: so many times what it is for the layer in the middle.
-FAR = 1000
+MAX_RATE = 1000
 CPU = DeviceSpec("a CPU", half=1e11, single=1e11, bandwidth=1e10, double=1e11)
 GPU = DeviceSpec("a GPU", half=1e14, single=2e13, bandwidth=1e12, double=1e13)
 #: Seconds that it takes to count an operator.
@@ -187,7 +187,7 @@ def estimated(
     return replace(found, device=words, source="estimated")
 
 
-def _place(
+def _profiling_devices(
     module: nn.Module, sample: Any, device: torch.device | str | int | None
 ) -> tuple[torch.device | None, torch.device, list[torch.device]]:
     """Where layers are profiled, None for each where it is, or would be; and all the devices."""
@@ -223,10 +223,10 @@ def samples_in(sample: Any) -> int:
     return samples
 
 
-def _sizes(samples: int, sizes: Iterable[int] | None) -> list[int]:
+def _checked_sizes(samples: int, sizes: Iterable[int] | None) -> list[int]:
     """The sizes of micro-batches to measure, ascending."""
     if sizes is None:
-        halves = [samples >> k for k in range(SIZES)]
+        halves = [samples >> k for k in range(DEFAULT_SIZES)]
         return sorted({size for size in halves if size >= 2} | {samples})
     if isinstance(sizes, int):
         raise TypeError(f"sizes={sizes}: give a list of sizes, [{sizes}]")
@@ -262,7 +262,7 @@ def resized(sample: Any, size: int, device: torch.device | None = None) -> Any:
     return unflatten([made.get(id(leaf), leaf) for leaf in leaves], spec)
 
 
-def _bar(progress: bool | None, layers: int) -> AbstractContextManager[Any]:
+def _progress_bar(progress: bool | None, layers: int) -> AbstractContextManager[Any]:
     if not (find_spec("tqdm") if progress is None else progress):
         return nullcontext()
     from tqdm import tqdm
@@ -315,7 +315,7 @@ def measure_memory(device: torch.device) -> float:
 
 
 @dataclass(eq=False)
-class _Visit:
+class LayerRun:
     """One layer and its input, for one size of the micro-batch: to be run as often as need be."""
 
     name: str  # in errors, as the size
@@ -338,7 +338,7 @@ class _Visit:
         """What it goes back from."""
         return self._graph[0]
 
-    def fresh(self) -> tuple[Any, list[Tensor]]:
+    def copied_inputs(self) -> tuple[Any, list[Tensor]]:
         """Copies of the inputs, which may be written into; and where backward ends.
 
         It ends at what was copied, and at the parameters of the layer. Whatever else it gets hold
@@ -353,7 +353,7 @@ class _Visit:
         value, popped = inputs
         call: Any = partial(spread, self.layer) if self.unpack else self.layer
         skips = dict(zip(self.popped, popped, strict=True))
-        with self._running(), use_store(skips) as store:
+        with self._on_device(), use_store(skips) as store:
             try:
                 return call(value), store
             except TypeError as error:
@@ -361,10 +361,10 @@ class _Visit:
                     annotate(error, note)
                 raise
 
-    def forth(self, given: tuple[Any, list[Tensor]] | None = None) -> tuple[Any, dict[Any, Any]]:
+    def run_forward(self, given: Any = None) -> tuple[Any, dict[Any, Any]]:
         """Runs the layer on these inputs, or fresh ones; returns what :meth:`call` does."""
         # The layer before has just written its input. So it is in the caches, unlike the weights.
-        inputs, leaves = given or self.fresh()
+        inputs, leaves = given or self.copied_inputs()
         start = self.watch[0]()
         output, store = self.call(inputs)
         self._marks = [start, self.watch[0]()]
@@ -372,19 +372,19 @@ class _Visit:
         self._graph = [tensor for tensor in made if tensor.requires_grad], leaves
         return output, store
 
-    def back(self, *, weights: bool = True) -> None:
-        """Runs it back, after :meth:`forth`; if it is told so, to its inputs alone."""
+    def run_backward(self, *, weights: bool = True) -> None:
+        """Runs it back, after :meth:`run_forward`; if it is told so, to its inputs alone."""
         (roots, leaves), self._graph = self._graph, ([], [])
         own = set() if weights else set(map(id, self.layer.parameters()))
         leaves = [leaf for leaf in leaves if id(leaf) not in own]
-        with self._running():
+        with self._on_device():
             grads = list(map(torch.ones_like, roots))
             self._marks.append(self.watch[0]())
             if roots and leaves:
                 go_back(roots, grads, leaves)
             self._marks.append(self.watch[0]())
 
-    def read(self, *, weights: bool) -> None:
+    def record_times(self, *, weights: bool) -> None:
         """Notes how long both took."""
         start, middle, back, end = self._marks
         self.forward.append(self.watch[1](middle, start))
@@ -397,7 +397,7 @@ class _Visit:
         whole = min(self.backward)
         return min(1.0, max(0.0, 1 - min(self.to_inputs) / whole)) if whole else None
 
-    def python(self, until: float) -> float:
+    def interpreter_seconds(self, until: float) -> float:
         """Seconds of Python in one forward of the layer, by the best of some runs.
 
         An operator lets go of CPython's lock while it works or launches kernels. What is left is
@@ -405,13 +405,13 @@ class _Visit:
         CPU time: who sleeps holds no interpreter. Autograd's engine runs mostly without the lock.
         """
         found: list[float] = []
-        while len(found) < LEAST and not compiled(self.layer):
-            found.append(restoring_thread(partial(self._outside_operators, self.fresh()[0])))
+        while len(found) < MIN_ROUNDS and not has_compiled(self.layer):
+            found.append(restoring_thread(partial(self._python_seconds, self.copied_inputs()[0])))
             if clock.monotonic() > until:
                 break
         return min(found, default=0.0)
 
-    def _outside_operators(self, inputs: Any) -> float:
+    def _python_seconds(self, inputs: Any) -> float:
         operators = _Operators()
         _push_mode(operators)  # type: ignore[no-untyped-call]  # Ctrl-C may come in its __exit__
         start = clock.thread_time()
@@ -419,7 +419,7 @@ class _Visit:
         return max(0.0, clock.thread_time() - start - operators.seconds)
 
     @contextmanager
-    def _running(self) -> Iterator[None]:
+    def _on_device(self) -> Iterator[None]:
         """Its device is the current one, as in the pipe. Says where an exception came from, and
         why, if the layer needs values on ``meta``.
         """
@@ -439,6 +439,10 @@ class _Visit:
                 ) from error
             annotate(error, f"in {self.name}, profiled with {self.size}")
             raise
+
+
+#: Of each layer of a window its runs, one for each size of the micro-batch.
+_Window = list[list[LayerRun]]
 
 
 class _Operators(TorchFunctionMode):
@@ -463,14 +467,14 @@ def _leaves(tensors: list[Tensor], device: torch.device | None = None) -> list[T
     return [made[id(tensor)] for tensor in tensors]
 
 
-def _round(lane: tuple[_Visit, ...], *, weights: bool = True, counts: bool = True) -> None:
+def _run_round(runs: tuple[LayerRun, ...], *, weights: bool = True, counts: bool = True) -> None:
     """Runs layers forward, and then back; and notes how long that took."""
-    for visit in lane:
-        visit.forth()
-    for visit in reversed(lane):
-        visit.back(weights=weights)
-    for visit in lane if counts else ():
-        visit.read(weights=weights)
+    for run in runs:
+        run.run_forward()
+    for run in reversed(runs):
+        run.run_backward(weights=weights)
+    for run in runs if counts else ():
+        run.record_times(weights=weights)
 
 
 # --- all layers ---------------------------------------------------------------------------------
@@ -494,8 +498,8 @@ class _Profiler:
         if not len(module):
             raise ValueError("module has no layers to measure")
         self._sample, self._roofline = sample, roofline
-        self._sizes = _sizes(samples_in(sample), sizes)
-        self._device, self._home, self._used = _place(module, sample, device)
+        self._sizes = _checked_sizes(samples_in(sample), sizes)
+        self._device, self._home, self._used = _profiling_devices(module, sample, device)
         # Not named_children(), which has each once.
         self._layers = [(k, layer) for k, layer in known._modules.items() if layer is not None]
         self._given, self._unpack = list(module), unpacks(module)
@@ -506,7 +510,7 @@ class _Profiler:
         #: training; the same of the skips on their way; and what the layers store.
         self._values: dict[int, Any] = {}
         self._skips: dict[int, dict[SkipKey, Any]] = {size: {} for size in self._sizes}
-        self._memory = {size: Stored() for size in self._sizes}
+        self._memory = {size: StoredMemory() for size in self._sizes}
         self._found_skips: list[SkipProfile] = []
         #: Of parameters and buffers: first layer, bytes, whether they are trained, other layers.
         self._homes: dict[int, tuple[int, int, bool, list[int]]] = {}
@@ -523,7 +527,7 @@ class _Profiler:
                 return self._run(bar)
 
         gpu, real = self._roofline, [device for device in self._used if device.type != "meta"]
-        with _bar(progress, len(self._layers)) as bar:
+        with _progress_bar(progress, len(self._layers)) as bar:
             found = restoring_settings(run, real, threads)
         names = [
             f"{x} ({torch.cuda.get_device_name(x)})" if x.type == "cuda" else str(x)
@@ -540,18 +544,18 @@ class _Profiler:
             self._values[size], _ = unwrapped(resized(self._sample, size, self._device))
         given = {size: size_of(value) for size, value in self._values.items()}
         found: list[dict[str, Any]] = []  # what a LayerProfile is made of
-        window: list[list[_Visit]] = []
+        window: _Window = []
         held, most = 0, float(WINDOW)
         with suppress(ValueError):
             most = min(most, measure_memory(self._home) / 8)
         for index in range(len(self._layers)):
-            numbers, visits = self._observed(index)
+            numbers, runs = self._observe_layer(index)
             found.append(numbers)
-            window.append(visits)
+            window.append(runs)
             held += numbers["parameter_bytes"] + numbers["buffer_bytes"]
             held += sum(memory.last for memory in self._memory.values())
             if held >= most or index == len(self._layers) - 1:
-                self._time(window, found[-len(window) :], len(self._layers) - index - 1)
+                self._time_window(window, found[-len(window) :], len(self._layers) - index - 1)
                 window, held = [], 0
             if bar is not None:
                 bar.update()
@@ -568,65 +572,65 @@ class _Profiler:
         made = Profile(layers, tuple(self._found_skips), given, source="sizes", ties=tuple(ties))
         if not self._timed:
             return made
-        most = FAR * _middle(self._rates)
+        most = MAX_RATE * _median_rate(self._rates)
         least = math.fsum(min(x, most * y) if y else x for x, y, _ in self._rounds)
         median = math.fsum(time for *_, time in self._rounds)
         spread = max(0.0, median / least - 1) if least else 0.0
         return replace(made, source="measured", spread=spread, load_average=os.getloadavg()[0])
 
-    def _observed(self, index: int) -> tuple[dict[str, Any], list[_Visit]]:
+    def _observe_layer(self, index: int) -> tuple[dict[str, Any], list[LayerRun]]:
         """What can be said of a layer but its times; and how to run it for these."""
         name, layer = self._layers[index]
         popped, stashed = self._layout.incoming[index], self._layout.outgoing[index]
-        made = layer_to_run(name, self._given[index], self._device, self._home)
+        made = runnable_copy(name, self._given[index], self._device, self._home)
         own = next((t.device for t in chain(made.parameters(), made.buffers())), None)
         few = f"; sizes={self._sizes} were to be measured" if len(self._sizes) > 1 else ""
-        visits, peaks, halves = [], {}, {}
+        runs, peaks, halves = [], {}, {}
         for size, value in self._values.items():
             inputs = (value, [self._skips[size].pop(key, None) for key in popped])
             given = [tensor.device for tensor in tensors_in(inputs)]
             device = self._device or own or next(iter(given), torch.device("cpu"))
             inputs = map_tensors(partial(_leaves, device=self._device or own), inputs)
-            words = described_layer(name, layer), f"a micro-batch of {size} samples{few}"
+            words = layer_label(name, layer), f"a micro-batch of {size} samples{few}"
             watch = self._roofline.watch if self._roofline else stopwatch(device)
-            visits.append(_Visit(*words, made, inputs, [*popped], device, self._unpack, watch))
-            peaks[size], halves[size] = self._observe(size, visits[-1], stashed)
+            runs.append(LayerRun(*words, made, inputs, [*popped], device, self._unpack, watch))
+            peaks[size], halves[size] = self._observe_run(size, runs[-1], stashed)
         for k, (key, stash) in enumerate(popped.items()):
-            bytes = [size_of(visit.inputs[1][k]) for visit in visits]
+            bytes = [size_of(run.inputs[1][k]) for run in runs]
             of = dict(zip(self._sizes, bytes, strict=True))
             self._found_skips.append(SkipProfile(key[1], stash, index, of))
         numbers: dict[str, Any] = {"name": name, **self._own_bytes(index, layer, made)}
         numbers["output_bytes"] = {size: size_of(value) for size, value in self._values.items()}
         numbers["peak_bytes"] = {} if None in peaks.values() else peaks
         numbers["halves_bytes"] = halves
-        return numbers, visits
+        return numbers, runs
 
-    def _observe(
-        self, size: int, visit: _Visit, stashed: Iterable[SkipKey]
+    def _observe_run(
+        self, size: int, run: LayerRun, stashed: Iterable[SkipKey]
     ) -> tuple[int | None, int]:
         """Runs a layer for the first time, and hands its outputs on.
 
         Returns the most bytes that were alive at once, or None where torch.compile hides them; and
         those that the weight half of its backward needs.
         """
-        layer = visit.layer
-        live: Live | None = None
+        layer = run.layer
+        live: LiveMemory | None = None
         likely: Roofline | None = None
-        if not compiled(layer):
-            live = Live()
+        if not has_compiled(layer):
+            live = LiveMemory()
             if self._timed and self._roofline is None:
-                likely = Roofline(CPU if visit.device.type == "cpu" else GPU, 1.0, exact=False)
-        inputs, leaves = visit.fresh()
+                likely = Roofline(CPU if run.device.type == "cpu" else GPU, 1.0, exact=False)
+        inputs, leaves = run.copied_inputs()
         copies = tensors_in(inputs)
         with live or nullcontext(), likely or nullcontext():
             if live is not None:
                 live.watch(copies)
-            (output, store), saved = saving(lambda: visit.forth((inputs, leaves)))
+            (output, store), saved = record_saved(lambda: run.run_forward((inputs, leaves)))
         own = [*layer.parameters(), *layer.buffers()]  # a layer that was lazy has them only now
         skips = self._skips[size]
         skips.update((key, map_tensors(_leaves, store.get(key))) for key in stashed)
         going_on = tensors_in((output, list(skips.values())))
-        given = tensors_in(visit.inputs)
+        given = tensors_in(run.inputs)
         passing = self._memory[size].add(given, copies, saved(), going_on, own)
         self._values[size] = map_tensors(_leaves, output)
         for parameter in layer.parameters():
@@ -634,17 +638,17 @@ class _Profiler:
                 parameter.grad = torch.zeros_like(parameter)
         peak = 0
         if live is not None:
-            live.leave_aside(own)
+            live.exclude(own)
             peak = live.most - passing
-            live.leave_aside(p.grad for p in own if p.grad is not None)
-            live.only(saved())
+            live.exclude(p.grad for p in own if p.grad is not None)
+            live.restart_with(saved())
         del output, store, going_on
-        halves = watch_halves(visit.roots)
+        halves = watch_halves(run.roots)
         # Where nothing is timed, it need not be able to go back.
         unsure = nullcontext() if self._timed else suppress(Exception)
         with unsure, live or nullcontext(), likely or nullcontext():
-            visit.back()
-        visit.likely = max(likely.seconds, GPU.launch) if likely else 0.0
+            run.run_backward()
+        run.likely = max(likely.seconds, GPU.launch) if likely else 0.0
         return None if live is None else max(peak, live.most), halves()
 
     def _own_bytes(self, index: int, layer: nn.Module, made: nn.Module) -> dict[str, int]:
@@ -667,72 +671,74 @@ class _Profiler:
                 bytes["frozen_bytes"] += size
         return bytes
 
-    def _time(self, window: list[list[_Visit]], found: list[dict[str, Any]], behind: int) -> None:
+    def _time_window(self, window: _Window, found: list[dict[str, Any]], behind: int) -> None:
         """Measures the layers of a window for their share of the time, and notes their times."""
         if self._timed:
             begin = clock.monotonic()
             share = (self._deadline - begin) / (len(window) + behind)
-            for k, visits in enumerate(window if self._roofline is None else ()):
-                found[k]["interpreter"] = visits[0].python(begin + share * (k + 1) / 4)
-            self._rotate(window, begin + share * len(window))
+            for k, runs in enumerate(window if self._roofline is None else ()):
+                found[k]["interpreter"] = runs[0].interpreter_seconds(begin + share * (k + 1) / 4)
+            self._run_rounds(window, begin + share * len(window))
             self._rates += _rates(window)
-        for numbers, visits in zip(found, window, strict=True):
+        for numbers, runs in zip(found, window, strict=True):
             plausible = median = 0.0
             for what in ("forward", "backward"):
-                times = [getattr(visit, what) for visit in visits]
+                times = [getattr(run, what) for run in runs]
                 found_least = [min(row, default=0.0) for row in reversed(times)]
                 least = [*accumulate(found_least, min)][::-1]  # fewer samples never take longer
                 numbers[what] = dict(zip(self._sizes, least, strict=True))
                 if self._timed:  # what fewer samples took says how little these may have taken
-                    most = [OUT * self._sizes[-1] / n * x + TINY for n, x in numbers[what].items()]
+                    grown = GROWTH * self._sizes[-1]
+                    most = [grown / n * x + SLACK for n, x in numbers[what].items()]
                     plausible += min(least[-1], *most)
                     median += statistics.median(times[-1])
             if self._timed:
-                self._rounds.append((plausible, visits[-1].likely, median))
-                numbers["weight_share"] = visits[-1].weight_share()
+                self._rounds.append((plausible, runs[-1].likely, median))
+                numbers["weight_share"] = runs[-1].weight_share()
 
-    def _rotate(self, window: list[list[_Visit]], until: float) -> None:
+    def _run_rounds(self, window: _Window, until: float) -> None:
         """Runs rounds until the time is up and the times can be believed."""
-        lanes = list(zip(*window, strict=True))
-        for done in range(MOST):
+        by_size = list(zip(*window, strict=True))
+        for done in range(MAX_ROUNDS):
             now = clock.monotonic()
-            late = now > self._deadline + PATIENCE * self._seconds
-            enough = done >= LEAST and (self._agree(window) or done >= LEAST + AGAIN)
+            late = now > self._deadline + LATE_FACTOR * self._seconds
+            extra = done - MIN_ROUNDS
+            enough = extra >= EXTRA_ROUNDS or (extra >= 0 and self._rounds_agree(window))
             if now > until and (enough or (late and done >= 1)):
                 break
-            for lane in lanes:
+            for runs in by_size:
                 # Micro-batches of one size follow each other: one of another leaves other caches.
-                if len(lanes) > 1 and not late:
-                    _round(lane, counts=False)
-                _round(lane)
-            _round(lanes[-1], weights=False)
+                if len(by_size) > 1 and not late:
+                    _run_round(runs, counts=False)
+                _run_round(runs)
+            _run_round(by_size[-1], weights=False)
 
-    def _agree(self, window: list[list[_Visit]]) -> bool:
+    def _rounds_agree(self, window: _Window) -> bool:
         """Whether another round comes near each least time, more samples take neither less time nor
         much more than in proportion, and no layer much more than others for what it does.
         """
         rates = _rates(window)
-        if max(rates, default=0.0) > FAR * _middle([*self._rates, *rates]):
+        if max(rates, default=0.0) > MAX_RATE * _median_rate([*self._rates, *rates]):
             return False
-        for visits in window:
+        for runs in window:
             for what in ("forward", "backward"):
-                rows = [sorted(getattr(visit, what))[:2] for visit in visits]
-                if any(row[-1] > max(AGREE * row[0], row[0] + TINY) for row in rows):
+                rows = [sorted(getattr(run, what))[:2] for run in runs]
+                if any(row[-1] > max(AGREE * row[0], row[0] + SLACK) for row in rows):
                     return False
                 for (few, (a, *_)), (many, (b, *_)) in pairwise(
                     zip(self._sizes, rows, strict=True)
                 ):
-                    if a > max(AGREE * b, b + TINY) or b > OUT * many / few * a + TINY:
+                    if a > max(AGREE * b, b + SLACK) or b > GROWTH * many / few * a + SLACK:
                         return False
         return True
 
 
-def _rates(window: list[list[_Visit]]) -> list[float]:
+def _rates(window: _Window) -> list[float]:
     """By what factor layers took longer than is likely, where that is known."""
-    largest = [visits[-1] for visits in window if visits[-1].likely]
-    return [(min(visit.forward) + min(visit.backward)) / visit.likely for visit in largest]
+    largest = [runs[-1] for runs in window if runs[-1].likely]
+    return [(min(run.forward) + min(run.backward)) / run.likely for run in largest]
 
 
-def _middle(rates: list[float]) -> float:
+def _median_rate(rates: list[float]) -> float:
     """The median; infinite where it is unknown."""
     return (statistics.median(rates) if rates else 0.0) or math.inf

@@ -32,19 +32,19 @@ from torch.utils._pytree import tree_leaves
 from syncpipe.data import distinct
 from syncpipe.runtime.graph import nodes_of
 
-__all__ = ["Live", "Stored", "saving", "size_of", "watch_halves"]
+__all__ = ["LiveMemory", "StoredMemory", "record_saved", "size_of", "watch_halves"]
 
 _T = TypeVar("_T")
 
 
-def _memory_of(tensors: Iterable[Tensor]) -> Iterator[tuple[int, int, Any]]:
+def _storages_of(tensors: Iterable[Tensor]) -> Iterator[tuple[int, int, Any]]:
     """The pieces of memory behind tensors: what tells each from others that live, its bytes, and
     an object that lives as long.
     """
     for tensor in tensors:
         if is_traceable_wrapper_subclass(tensor):
             parts = [getattr(tensor, name) for name in tensor.__tensor_flatten__()[0]]
-            yield from _memory_of(part for part in parts if isinstance(part, Tensor))
+            yield from _storages_of(part for part in parts if isinstance(part, Tensor))
             continue
         try:
             storage = tensor.untyped_storage()
@@ -58,13 +58,13 @@ def size_of(tree: Any) -> int:
     size = 0
     for tensor in distinct(tree):
         if is_traceable_wrapper_subclass(tensor):
-            size += sum(part for _, part, _ in _memory_of([tensor]))
+            size += sum(part for _, part, _ in _storages_of([tensor]))
         else:
             size += tensor.numel() * tensor.element_size()
     return size
 
 
-def saving(call: Callable[[], _T]) -> tuple[_T, Callable[[], list[Tensor]]]:
+def record_saved(call: Callable[[], _T]) -> tuple[_T, Callable[[], list[Tensor]]]:
     """Calls a function; returns also a look at what autograd stores of it for backward.
 
     What belonged to a graph that was dropped is no more among it. ``saved_tensors_hooks`` of
@@ -101,7 +101,7 @@ def watch_halves(roots: Iterable[Tensor]) -> Callable[[], int]:
     gradients: list[int] = []
 
     def note(_: Any, grads: Any) -> None:
-        gradients.extend(size for _, size, _ in _memory_of(g for g in grads if g is not None))
+        gradients.extend(size for _, size, _ in _storages_of(g for g in grads if g is not None))
 
     for node in nodes_of(root.grad_fn for root in roots if root.grad_fn is not None):
         factor, weight = FACTORS.get(node.name(), ("", 0))
@@ -109,12 +109,12 @@ def watch_halves(roots: Iterable[Tensor]) -> Callable[[], int]:
         # A layer with hooks of its own may compute the input again.
         own = hook is None or hook.__module__ == __name__
         if factor and own and node.next_functions[weight][0] is not None:
-            inputs |= {key: size for key, size, _ in _memory_of([getattr(node, factor)])}
+            inputs |= {key: size for key, size, _ in _storages_of([getattr(node, factor)])}
             node.register_hook(note)
     return lambda: sum(inputs.values()) + sum(gradients)
 
 
-class Live(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class LiveMemory(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Counts the bytes of the results of all operators in its context, until these are let go of.
 
     What an operator takes and gives back inside of itself is not seen.
@@ -133,21 +133,21 @@ class Live(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def watch(self, tensors: Iterable[Tensor]) -> None:
         """Counts the memory of tensors as well."""
-        for key, size, thing in _memory_of(tensors):
+        for key, size, thing in _storages_of(tensors):
             if key not in self._known and key not in self._aside:
                 self._known[key] = weakref.ref(thing, partial(self._forget, key)), size
                 self.alive += size
                 self.most = max(self.most, self.alive)
 
-    def leave_aside(self, tensors: Iterable[Tensor]) -> None:
+    def exclude(self, tensors: Iterable[Tensor]) -> None:
         """Does not count the memory of some tensors; nor has it until now."""
-        for key, _, _ in _memory_of(tensors):
+        for key, _, _ in _storages_of(tensors):
             self._aside.add(key)
             size = self._known.pop(key, (None, 0))[1]
             self.alive -= size
             self.most -= size
 
-    def only(self, tensors: Iterable[Tensor]) -> None:
+    def restart_with(self, tensors: Iterable[Tensor]) -> None:
         """Begins anew with these alone."""
         self._known.clear()
         self.alive = self.most = 0
@@ -161,14 +161,14 @@ class Live(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 @dataclass(eq=False)
-class _Memory:
+class _StoragePiece:
     """A piece of memory that goes from layer to layer: its bytes, and the layers that store it."""
 
     bytes: int
     layers: list[int] = field(default_factory=list)
 
 
-class Stored:
+class StoredMemory:
     """What each layer of a chain stores, for one size of the micro-batch.
 
     Attributes:
@@ -177,8 +177,8 @@ class Stored:
 
     def __init__(self) -> None:
         self.last = self._layers = 0
-        self._live: dict[int, _Memory] = {}
-        self._stored: list[_Memory] = []
+        self._live: dict[int, _StoragePiece] = {}
+        self._stored: list[_StoragePiece] = []
 
     def add(
         self,
@@ -199,14 +199,14 @@ class Stored:
         Returns the bytes of its inputs that layers before it store, and it does not.
         """
         known = dict(self._live)
-        pairs = zip(_memory_of(inputs), _memory_of(copies), strict=True)
+        pairs = zip(_storages_of(inputs), _storages_of(copies), strict=True)
         for (key, size, _), (copied, _, _) in pairs:
-            known[copied] = known.setdefault(key, _Memory(size))
-        aside = {key for key, _, _ in _memory_of(own)}
+            known[copied] = known.setdefault(key, _StoragePiece(size))
+        aside = {key for key, _, _ in _storages_of(own)}
 
-        def memories(tensors: list[Tensor]) -> dict[int, _Memory]:
-            pieces = [(key, size) for key, size, _ in _memory_of(tensors) if key not in aside]
-            return {key: known.setdefault(key, _Memory(size)) for key, size in pieces}
+        def memories(tensors: list[Tensor]) -> dict[int, _StoragePiece]:
+            pieces = [(key, size) for key, size, _ in _storages_of(tensors) if key not in aside]
+            return {key: known.setdefault(key, _StoragePiece(size)) for key, size in pieces}
 
         held = set(memories(saved).values())
         unused = sum(piece.bytes for piece in {*memories(inputs).values()} - held if piece.layers)

@@ -94,9 +94,9 @@ def test_rounds_go_on_while_there_is_time(monkeypatch: pytest.MonkeyPatch, clock
 
     python = 1 / 3  # a forward is for that at least; and a round is one back to inputs, too
     assert rounds(0) == pytest.approx(1 + python + 2 * 1)  # to warm up, and one
-    assert rounds(3) == pytest.approx(1 + python + 2 * measuring.LEAST)
+    assert rounds(3) == pytest.approx(1 + python + 2 * measuring.MIN_ROUNDS)
     assert rounds(36) == pytest.approx(1 + 1 + 2 * 6, abs=1)
-    assert rounds(1e6) == pytest.approx(1 + 1 + 2 * measuring.MOST)
+    assert rounds(1e6) == pytest.approx(1 + 1 + 2 * measuring.MAX_ROUNDS)
 
 
 @pytest.mark.parametrize(
@@ -145,7 +145,7 @@ def test_what_else_runs_does_not_count_and_leaves_a_spread(monkeypatch: pytest.M
         layers = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4))
         return profile(layers, torch.randn(8, 4), sizes=[4, 8], timeout=1e-3)
 
-    monkeypatch.setattr(measuring, "PATIENCE", 1e9)  # however slow this machine is
+    monkeypatch.setattr(measuring, "LATE_FACTOR", 1e9)  # however slow this machine is
     draw = random.Random(0)
     busy = found(lambda: TRUE * (draw.uniform(50, 1000) if draw.random() < 0.7 else 1))
     calm = found(lambda: TRUE)
@@ -173,7 +173,7 @@ def test_fewer_samples_never_take_longer_and_more_hardly_a_thousand_times_as_lon
     def odd(x: Tensor) -> None:
         clock.now += takes[len(x)]
 
-    monkeypatch.setattr(measuring, "AGAIN", 0)
+    monkeypatch.setattr(measuring, "EXTRA_ROUNDS", 0)
     found = profile(nn.Sequential(Do(odd)), torch.rand(8, 2), timeout=0.0)
     assert (found.layers[0].forward, found.spread) == (forward, spread)
 
@@ -181,8 +181,13 @@ def test_fewer_samples_never_take_longer_and_more_hardly_a_thousand_times_as_lon
 @pytest.mark.parametrize(
     ("slow", "rounds", "took", "spread"),
     [
-        (lambda k: 500, measuring.LEAST, 500, 0),
-        (lambda k: 10**6, measuring.LEAST + measuring.AGAIN, 10**6, pytest.approx(992, abs=10)),
+        (lambda k: 500, measuring.MIN_ROUNDS, 500, 0),
+        (
+            lambda k: 10**6,
+            measuring.MIN_ROUNDS + measuring.EXTRA_ROUNDS,
+            10**6,
+            pytest.approx(992, abs=10),
+        ),
         (lambda k: 10**6 if k < 12 else 1, 8, 1, pytest.approx(250000, rel=0.01)),
     ],
     ids=["it may be so", "in all rounds", "at first"],
@@ -201,7 +206,7 @@ def test_a_layer_a_thousand_times_as_slow_as_others_for_what_it_does_is_measured
     def usual(x: Tensor) -> None:
         clock.now += 1
 
-    monkeypatch.setattr(measuring, "PATIENCE", 1e9)
+    monkeypatch.setattr(measuring, "LATE_FACTOR", 1e9)
     layers = [Do(usual), Do(usual), Do(odd), Do(usual)]
     found = profile(nn.Sequential(*layers), torch.rand(8, 2), sizes=[8], timeout=1e-9)
     assert len(seen) // 2 == pytest.approx(rounds, abs=2)  # and one back to inputs for each
