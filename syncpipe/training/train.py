@@ -1,10 +1,9 @@
-"""Training: ``pipe.train_batch(...)`` and ``pipe.eval_batch(...)``, and the task of all drivers.
+"""``pipe.train_batch(...)`` and ``pipe.eval_batch(...)``, and the engine's task for all drivers.
 
-The loss is computed inside the pipeline, so a micro-batch can go back while others still go
-forward. Every cell (micro-batch ``i``, stage ``j``) has a small graph of its own. Who owns it: what
-is kept of a cell is in the list of its stage, which only the worker of that stage touches.
-Performing the backward takes it out; a call that fails drops all of them. (A replica counts as a
-stage of its own, see ``Call``.)
+The loss is computed inside the pipeline, so a micro-batch can run backward while others still run
+forward. Every cell (micro-batch ``i``, stage ``j``) has a small graph of its own. Only the worker
+of stage ``j`` touches its cells: a forward stores one, the backward removes it, and a call that
+fails drops all of them. A replica counts as a stage of its own (see ``Call``).
 """
 
 from __future__ import annotations
@@ -48,15 +47,15 @@ from syncpipe.training.loss_function import known_loss
 from syncpipe.training.sources import Source
 from syncpipe.training.weight_gradients import WeightGradients
 
-#: Puts something around what performs the actions of a kind on a stage.
+#: Wraps the function that runs one kind of action on a stage.
 Watch = Callable[[Kind, int, Run], Run]
 
 
 class Message(NamedTuple):
-    """What travels over an edge: a tree of tensors, or on the way back a list of gradients.
+    """The value sent over an edge: a tree of tensors, or a list of gradients on the way back.
 
-    Of each tensor ``owners`` say who else it belongs to (see ``inplace``), and ``flags`` whether it
-    needs a gradient. ``event`` tells when the value is there.
+    For each tensor ``owners`` has its ownership flags (see ``inplace``), and ``flags`` whether it
+    needs a gradient. ``event`` is recorded when the value is complete.
     """
 
     value: Any
@@ -65,17 +64,17 @@ class Message(NamedTuple):
     flags: Sequence[bool] = ()
 
 
-#: A :class:`Message` from a tuple of all that is in it, without a way through Python.
+#: :class:`Message` from the tuple of its fields, without a Python call.
 _message: Callable[[tuple[Any, ...]], Message] = partial(tuple.__new__, Message)
 _value_of = itemgetter(0)
 _requires_grad = attrgetter("requires_grad")
 
 
 class TrainingTask:
-    """One mini-batch, as a task for the engine.
+    """The actions of one mini-batch, for the engine.
 
-    Micro-batches come from ``source``, ``head`` takes the outputs. ``leaves`` get gradients; None
-    if nothing does. The backward of the cells in ``splits`` comes in two halves.
+    ``source`` gives the micro-batches, ``head`` takes the outputs, ``leaves`` get gradients (None:
+    there is no backward). ``splits`` has the cells with a backward in two halves.
     """
 
     def __init__(
@@ -87,22 +86,23 @@ class TrainingTask:
         self._leaves, self._splits, self._watch = leaves, splits, watch
         self._first = [stage.j == 0 for stage in stages]
         self._last = [stage.j == call.pipeline.n - 1 for stage in stages]
-        self._ready: dict[int, Any] = {}  # when what came from an iterator is there
+        self._ready: dict[int, Any] = {}  # events: micro-batch i of the iterator is on the device
         self._cells: list[dict[int, Cell]] = [{} for _ in stages]
         self._deferred: list[dict[int, WeightGradients]] = [{} for _ in stages]
-        #: By identity of a leaf whether its gradient may wait for the weight half.
+        #: id(leaf) -> whether its gradient may wait for the weight half.
         self._ordinary: list[dict[int, bool]] = [{} for _ in stages]
-        if call.ties is not None:  # their gradients go on with the input half
+        if call.ties is not None:  # gradients of tied leaves are sent after the input half
             self._ordinary = [{id(leaf): False for leaf in leaves} for leaves in call.ties.leaves]
         self._retain_graph = False
         self._targets: list[list[tuple[Tensor, Tensor | None]]] = [[] for _ in stages]
-        #: For each micro-batch the gradients of the tensors that entered the first stage.
+        #: For each micro-batch the gradients of its inputs.
         self.input_grads: dict[int, list[Tensor | None]] = {}
 
     def caller_grads(self) -> list[tuple[Tensor, Tensor]]:
-        """Tensors of the caller, with the gradients that go on into the caller's graph.
+        """Pairs (tensor, gradient) for the caller's own graph.
 
-        Those of one tensor are added up in this order: the schedule's, replica by replica.
+        A tensor may occur several times. The order is that of the schedule, replica by replica:
+        gradients are added up in it.
         """
         every = len(self._pipeline.replica_indices[0])
         entered = (
@@ -113,7 +113,7 @@ class TrainingTask:
         return [(tensor, grad) for tensor, grad in pairs if grad is not None]
 
     def backward_task(self, leaves: Any, head: Any, *, keep: bool) -> TrainingTask:
-        """The task of the second half alone: for one of several backwards, if they are kept."""
+        """The task of one backward; ``keep`` leaves the cells for another one."""
         other = copy(self)
         other._leaves, other._head, other._retain_graph, other.input_grads = leaves, head, keep, {}
         if keep:
@@ -121,8 +121,8 @@ class TrainingTask:
         return other
 
     def bind(self, kind: Kind, j: int) -> Run:
-        """What performs the actions of a kind on a stage: the method of that name."""
-        # Of the class: an object that has it would hold itself.
+        """The function for one kind of action on a stage: the method of that name."""
+        # From the class: a bound method stored on self would be a reference cycle.
         run: Run = partial(getattr(type(self), f"_{kind}"), self, j)
         if kind not in ("forward", "recompute"):
             run = without_autocast(self.call.state, run)
@@ -149,11 +149,11 @@ class TrainingTask:
         if rematerialize:
             outputs, recomputation = run.forward_without_storing(i, given, inputs, owners, target)
             if call.state.grad and any(map(_requires_grad, tensors_in(outputs))):
-                cell.recomputation = recomputation  # else nothing goes back: it is frozen
+                cell.recomputation = recomputation  # a frozen stage has no backward
             del recomputation
         else:
             outputs = run.forward(i, given, owners, target)
-        if self._leaves is not None and self._leaves.inspects:  # which only one cell may use
+        if self._leaves is not None and self._leaves.inspects:
             self._leaves.inspect(j, outputs, cell.cut)
         passed: Sequence[int] = ()
         if owners or rematerialize or self._first[j]:
@@ -185,7 +185,7 @@ class TrainingTask:
         return made
 
     def _pull_inputs(self, j: int, i: int) -> tuple[Inputs, list[Sequence[bool]], Any]:
-        """The input of the first stage, its flags, and the target that came with it."""
+        """Input, requires_grad flags and target of a micro-batch, on the first stage."""
         source, grad = self._source, self.call.state.grad
         if source.lazy:
             with source.lock:
@@ -208,7 +208,7 @@ class TrainingTask:
     def _send_outputs(
         self, j: int, i: int, outputs: Inputs, passed: Sequence[int], cell: Cell
     ) -> list[Message]:
-        """The outputs of a cell for the stages that need them, in the order of the edges."""
+        """One message with an output or skip for each outgoing edge."""
         output, skips = outputs
         owners: Sequence[Sequence[int]] = ((),)
         if passed or skips or type(output) is not Tensor:
@@ -241,9 +241,9 @@ class TrainingTask:
         cell.ends = list(map(ends_of, values))
         if tuple(map(len, cell.ends)) != cell.expected_ends:
             raise RuntimeError(
-                f"{run.words} {i} gave other outputs when it was recomputed. Its layers "
-                "must do the same both times; if one depends on a global or counts its calls, let "
-                "it ask syncpipe.is_recomputing(), or use checkpoint='never'."
+                f"{run.words} {i} gave other outputs when it was recomputed. Its layers must do "
+                "the same both times. If one depends on a global or counts its calls, let it ask "
+                "syncpipe.is_recomputing(), or use checkpoint='never'."
             )
         return []
 
@@ -292,7 +292,7 @@ class TrainingTask:
     _backward_input = _backward
 
     def _go_back(self, j: int, i: int, cell: Cell, grads: list[Any]) -> None:
-        """Backward through the graph of a cell; ``grads``, for each outgoing edge, are let go."""
+        """Backward through a cell's graph; empties ``grads``, which has one item for each edge."""
         cut = cell.cut
         cut.open, cut.grads = True, [None] * len(cut.grads)
         if self._last[j]:
@@ -311,7 +311,7 @@ class TrainingTask:
         return []
 
     def _reduce(self, j: int, i: int, messages: list[Message]) -> list[Message]:
-        """Sends the gradients of a replica to the first one, who adds them to its own."""
+        """Sends the gradients of a replica to the first one, which adds them to its own."""
         replicas, streams_of = self.call.replicas, self.call.streams_of
         assert replicas is not None
         trained = replicas.trained[j]
@@ -347,9 +347,9 @@ def train(
 ) -> Any:  # fmt: skip
     """Forward and backward of a mini-batch; see ``Pipe.train_batch``.
 
-    Where several processes train together, ``averaging.begin`` returns the ``watch`` of the task,
-    and ``averaging.finish`` makes gradients those of all processes and returns by what those are
-    to be multiplied that go on into the caller's graph.
+    With several processes ``averaging.begin`` returns the ``watch`` of the task.
+    ``averaging.finish`` averages the gradients of leaves over processes, and returns the factor
+    for the gradients that go on into the caller's graph.
     """
     check_can_train(pipeline, "train_batch")
     loss = known_loss(loss_fn, loss_reduction, weight)
@@ -361,12 +361,12 @@ def train(
     number = isinstance(accumulate, Real) and not isinstance(accumulate, bool)
     if not (number and 0 < float(accumulate) < math.inf):
         raise ValueError(
-            f"accumulate={accumulate!r}: it is the number of mini-batches of one optimizer step, "
-            "by which gradients are divided"
+            f"accumulate={accumulate!r}: must be the number of mini-batches of one optimizer step "
+            "(gradients are divided by it), a finite number above 0"
         )
     several = len(pipeline.replica_indices[-1]) > 1  # workers compute losses
     objective = Objective(loss, source, several, grad_scaler, float(accumulate))
-    # One after the other: what a call that fails puts back must be its own.
+    # One call at a time: a call that fails puts gradients back, which must be its own.
     with pipeline.training:
         leaves = None
         try:
@@ -382,7 +382,7 @@ def train(
             returns = () if call.ties is None else call.ties.edges
             recomputed = call.rematerialized[: pipeline.n]
             steps = training_steps(pipeline.edges, plan, recomputed, returns=returns)
-            # An optimizer in a hook would make a step for each micro-batch: once a call instead.
+            # Post-accumulate hooks (an optimizer step, for example) run once a call, at its end.
             hooked = [p for p in chain(*leaves.parameters) if p._post_accumulate_grad_hooks]
             places: list[Any] = [leaf._post_accumulate_grad_hooks for leaf in hooked]
             hooks = list(map(OrderedDict, places))
@@ -397,8 +397,8 @@ def train(
             if check is not None:
                 counts.compare(check, common_leaves_of(pipeline), draws=any(head.draws.values()))
             _finish_gradients(task, head, objective, leaves, averaging)
-            for leaf, those in zip(hooked, hooks, strict=True):
-                for hook in those.values() if leaf.grad is not None else ():
+            for leaf, saved in zip(hooked, hooks, strict=True):
+                for hook in saved.values() if leaf.grad is not None else ():
                     hook(leaf)
         except BaseException:
             if leaves is not None:
@@ -408,33 +408,33 @@ def train(
 
 
 def check_can_train(pipeline: Pipeline, what: str) -> None:
-    """Refuses to train inside of a call of the same pipe, or where gradients are switched off."""
+    """Raises RuntimeError inside a call of the same pipe, or if grad mode is off."""
     check_not_running(pipeline, what)
     if not torch.is_grad_enabled():
         raise RuntimeError(
             f"{what} needs gradients, but grad mode is off (torch.no_grad or "
-            "torch.inference_mode): call it outside of that, or use eval_batch"
+            "torch.inference_mode): call it outside of these, or use eval_batch"
         )
 
 
 def check_not_running(pipeline: Pipeline, what: str) -> None:
-    """Refuses what changes gradients or modes inside of a call of the same pipe (RuntimeError)."""
+    """Raises RuntimeError inside a call of the same pipe, whose gradients or modes would change."""
     if pipeline.engine.is_running():
         raise RuntimeError(
             f"{what} was called inside of a call of the same pipe (by its loss_fn, its data_iter "
-            "or a layer), whose gradients and modes it would change. Call it before or after that; "
-            "pipe(input) can be called inside"
+            "or a layer), and would change the gradients and modes of that call. Call it before or "
+            "after; pipe(input) can be called inside"
         )
 
 
 def _finish_gradients(
     task: TrainingTask, head: LossHead, objective: Objective, leaves: Accumulated, averaging: Any
 ) -> None:
-    """Gradients of the micro-batches are added up; makes them those of the mini-batch."""
+    """Scales the sums over micro-batches to the gradients of the mini-batch."""
     if not head.loss_requires_grad:
         raise RuntimeError(
             "the loss does not require grad, so there is nothing to train: all parameters are "
-            "frozen, or loss_fn detaches what it is given"
+            "frozen, or loss_fn detaches its arguments"
         )
     factor: float | Tensor | None
     if averaging is not None:
@@ -447,7 +447,7 @@ def _finish_gradients(
             grads = [grad * moved(factor, grad.device) for grad in grads]
         elif factor is not None:
             grads = [grad * factor for grad in grads]
-        # Here, for it runs under a lock that a recomputation may want.
+        # On this thread, because it holds the lock of the pipe, which a recomputation may need.
         backward_here(partial(torch.autograd.backward, tensors, grads))
 
 
@@ -477,7 +477,7 @@ def evaluate(
         return results
 
     check_not_running(pipeline, "eval_batch")
-    # The modes of a module are everybody's: training and forwards wait, and another evaluation.
+    # Modes are shared by all users of the module, so other calls of the pipe wait.
     with pipeline.training, torch.no_grad():
         if not any(each.training for each in modules):
             return run()
@@ -485,13 +485,13 @@ def evaluate(
 
 
 def join_outputs(pipeline: Pipeline, outputs: list[Any], source: Source) -> Any:
-    """The outputs of micro-batches as one; warns once if samples are elsewhere."""
+    """The outputs of micro-batches as one; warns once if samples are not in dimension 0."""
     if len(outputs) > 1 and not pipeline.has_joined:
         pipeline.has_joined = True
         if found := samples_elsewhere(outputs, source.sizes, source.dimensions):
             warnings.warn(
                 f"{found}, it seems, and the outputs of micro-batches are put together along "
-                "dimension 0: let the last layer put samples first, output.transpose(0, 1), or "
+                "dimension 0: put samples first in the last layer, output.transpose(0, 1), or "
                 "compute the loss in train_batch. Ignore this if samples are in dimension 0",
                 stacklevel=outside(),
             )
@@ -499,12 +499,12 @@ def join_outputs(pipeline: Pipeline, outputs: list[Any], source: Source) -> Any:
 
 
 def common_leaves_of(pipeline: Pipeline) -> Collection[int]:
-    """Which leaves of the output are the same in every micro-batch."""
+    """The indices of output leaves that are the same in every micro-batch."""
     return common_outputs(pipeline.stages[pipeline.n - 1].partition)
 
 
 def _results(call: Call, head: LossHead, objective: Objective | None, source: Source) -> Any:
-    """What the caller gets: the loss, the outputs, the metrics, or several of them."""
+    """The return value: loss, outputs, metrics, or a tuple of these."""
     pipeline = call.pipeline
     with torch.no_grad():
         loss = metrics = None
@@ -517,16 +517,16 @@ def _results(call: Call, head: LossHead, objective: Objective | None, source: So
             outputs = join_outputs(pipeline, call.collected(outputs), source)
     if loss is None:
         return outputs
-    there = (True, head.outputs is not None, bool(metrics))
-    found = [value for value, flag in zip((loss, outputs, metrics), there, strict=True) if flag]
+    present = (True, head.outputs is not None, bool(metrics))
+    found = [value for value, flag in zip((loss, outputs, metrics), present, strict=True) if flag]
     return loss if len(found) == 1 else tuple(found)
 
 
 def _in_eval_mode(module: nn.Module, modules: Sequence[nn.Module], run: Callable[[], Any]) -> Any:
-    """Runs something with a module in ``eval()`` mode; each part of it then gets back its own mode.
+    """Runs a function with a module in ``eval()`` mode, then puts back the mode of each submodule.
 
-    By the modules' own ``eval`` and ``train``, which may do more than to set a flag: merge weights,
-    or pass the mode on to what is in plain lists.
+    The modules' own ``eval`` and ``train`` are called, because they may do more than set a flag:
+    merge weights, or switch modules in plain lists.
     """
     modes = [each.training for each in modules]
     plain = [each for each in modules if "training" in each.__dict__]
@@ -536,8 +536,9 @@ def _in_eval_mode(module: nn.Module, modules: Sequence[nn.Module], run: Callable
         map(setattr, script, repeat("training"), [m.training for m in script]),
     )
 
-    def back() -> None:
-        # Parents first, who take their children along; a child of two may have followed the other.
+    def restore() -> None:
+        # Parents first, because they switch their children. A second pass, because a child of two
+        # parents may have followed the other one.
         for each, mode in [*zip(modules, modes, strict=True)] * 2:
             if each.training != mode:
                 each.train(mode)
@@ -546,4 +547,4 @@ def _in_eval_mode(module: nn.Module, modules: Sequence[nn.Module], run: Callable
         module.eval()
         return run()
 
-    return run_and_undo(lambda: run_and_undo(evaluated, back), undo)
+    return run_and_undo(lambda: run_and_undo(evaluated, restore), undo)
