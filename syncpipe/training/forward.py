@@ -1,14 +1,14 @@
-"""``pipe(x)``: the forward half of the "gpipe" program, and a node of autograd that runs the other.
+"""``pipe(x)``: the forward half of the "gpipe" program, and an autograd node that runs the other.
 
     x, parameters --> [ node ] --> outputs --> the caller's graph --> loss
                          |
-                         backward: gradients of the outputs in, the workers go back cell by cell,
-                         gradients of x and of the parameters out
+                         backward: takes gradients of the outputs, runs all cells backward on the
+                         workers, returns gradients of x and of the parameters
 
-So the caller's graph has one gradient for each tensor, as of any module: hooks of parameters,
-``inputs=`` and ``DistributedDataParallel`` see nothing of micro-batches. Gradients are captured in
-each cell and summed for each stage; to add them to a ``.grad`` is for autograd to do when the node
-has returned them. Who needs the graph of the layers itself gets it from :func:`plain`.
+The node returns one gradient for each tensor, as any module does, so hooks of parameters,
+``inputs=`` and ``DistributedDataParallel`` work as usual. Gradients are captured in each cell and
+summed for each stage; autograd adds the sums to ``.grad``. :func:`plain` gives the graph of the
+layers themselves where that is needed.
 """
 
 from __future__ import annotations
@@ -39,10 +39,10 @@ from syncpipe.training.sources import Source
 from syncpipe.training.train import TrainingTask, common_leaves_of, join_outputs
 
 _TWICE = (
-    "Trying to backward through a mini-batch of a pipe a second time: what its layers stored is "
-    "freed by the first backward. Give that one retain_graph=True"
+    "Trying to backward through a mini-batch of a pipe a second time: the first backward frees "
+    "what its layers stored. Call the first one with retain_graph=True"
 )
-_graph_stays = torch._C._autograd._get_current_graph_task_keep_graph  # as for retain_graph=True
+_retains_graph = torch._C._autograd._get_current_graph_task_keep_graph
 
 _alias: Any = torch.ops.aten.alias.default
 
@@ -52,7 +52,7 @@ def forward(
 ) -> Any:
     """Runs a mini-batch, a tree on the first device, in at most ``chunks`` micro-batches.
 
-    With ``inline="graph"`` it leaves the graph of the layers.
+    With ``inline="graph"`` the outputs have the graph of the layers.
     """
     micro_batches, sizes = scatter_sized(input, chunks)
     if inline == "graph" or needs_graph():
@@ -73,16 +73,16 @@ def forward(
 
 
 class _Outputs:
-    """The head of a task that gives outputs back, and whose gradients come from outside."""
+    """The head of a task that returns outputs; the caller's backward gives their gradients."""
 
-    graph_outputs = staticmethod(tensors_in)  #: of an output, those that get gradients
+    graph_outputs = staticmethod(tensors_in)  #: the tensors of an output that may get gradients
 
     def __init__(self, call: Call) -> None:
         self._call = call
         self.outputs: list[Any] = [None] * call.m  # detached
         self.flags: list[Sequence[bool]] = [()] * call.m  # which tensors need a gradient
-        self.grads: list[list[Tensor | None]] = []  # of these
-        self.grads_ready: Any = None  # when gradients are there
+        self.grads: list[list[Tensor | None]] = []  # of these tensors
+        self.grads_ready: Any = None  # the event of all gradients
 
     def take(self, j: int, i: int, output: Any, target: Any, cell: Cell) -> None:
         self.outputs[i], self.flags[i] = cell.detach_output(output)
@@ -93,10 +93,10 @@ class _Outputs:
 
 
 class Captured(Leaves):
-    """Those of one call of ``pipe(x)``: captured in each cell, and summed for each stage.
+    """Leaves of one call of ``pipe(x)``: gradients are captured in cells and summed by stage.
 
-    It is also what the node of the call runs. ``_receivers`` are the tensors that get gradients,
-    each with its leaves in the stages: ``(number of the stage, leaf)``.
+    The node of the call runs :meth:`backward`. ``_receivers`` are the tensors that get gradients,
+    each with its leaves in the stages: ``(index of the stage, leaf)``.
     """
 
     inspects, _retain_graph = True, False
@@ -107,12 +107,12 @@ class Captured(Leaves):
             chain(_tensors_of(s.partition), call.substitute_of[s.index].values()) for s in stages
         ]
         super().__init__(call, inside)
-        if call.ties is not None:  # the layers of a stage compute with copies of what is another's
+        if call.ties is not None:  # a stage computes with copies of tensors that others own
             for j in range(call.pipeline.n):
                 self._known[j] -= call.ties.foreign(j)
         self._micro_batches = micro_batches
-        self._other_leaves: list[dict[int, Tensor]] = [{} for _ in stages]  # those of no module
-        self._captured: list[list[Tensor]] = [[] for _ in stages]  # by number: what is captured
+        self._other_leaves: list[dict[int, Tensor]] = [{} for _ in stages]  # of no module
+        self._captured: list[list[Tensor]] = [[] for _ in stages]
         self._receivers: list[tuple[Tensor, list[tuple[int, Tensor]]]] = []
         self._swaps: list[tuple[Any, str, Any]] = []
         #: The buffers before the first forward, their versions, and copies of small ones.
@@ -124,16 +124,16 @@ class Captured(Leaves):
                     if buffer is not None and not is_lazy(buffer):
                         copied = copy_of(buffer, made) if is_small(buffer) else None
                         self._buffers.append((module, name, buffer, version_of(buffer), copied))
-        self.awaiting_grad = [() for _ in stages]  # nothing is added to any leaf
+        self.awaiting_grad = [() for _ in stages]  # no `.grad` is touched
         self._sums: list[dict[int, Tensor]] = []
-        self._own_sums: list[set[int]] = []  # leaves whose sum is our own memory
+        self._own_sums: list[set[int]] = []  # id(leaf), if its sum shares memory with no tensor
 
     def inspect(self, j: int, outputs: Any, cut: GraphCut) -> None:
-        """Finds the leaves in the graph of a cell of stage ``j``, also those of no module."""
+        """Notes the leaves in the graph of a cell of stage ``j``, also those of no module."""
         nodes = []
         for end in tensors_in(outputs):
             if end.requires_grad:
-                nodes.append(end.grad_fn or get_gradient_edge(end).node)  # an end may be a leaf
+                nodes.append(end.grad_fn or get_gradient_edge(end).node)  # of a leaf
         for leaf in self.unknown_leaves(j, nodes, cut):
             if leaf._backward_hooks:
                 stage = self._call.pipeline.stages[j]
@@ -148,12 +148,12 @@ class Captured(Leaves):
             self._other_leaves[j][id(leaf)] = leaf
 
     def _find_receivers(self) -> None:
-        """Finds what gets gradients, after the last forward.
+        """Lists the tensors that get gradients, after the last forward.
 
-        What is in no cell's graph is not among it: its hooks do not run.
+        A parameter that no cell used is left out, so its hooks do not run.
         """
         call, n = self._call, self._call.pipeline.n
-        given: dict[int, tuple[Tensor, list[tuple[int, Tensor]]]] = {}
+        receivers: dict[int, tuple[Tensor, list[tuple[int, Tensor]]]] = {}
         for j, stage in enumerate(call.pipeline.stages):
             ties, substitute_of, own = call.ties, call.substitute_of[j], dict(self._other_leaves[j])
             if j >= n:
@@ -169,38 +169,39 @@ class Captured(Leaves):
                     found = id(tensor) in self._other_leaves[j]
                     leaf = tensor if found else substitute_of.get(id(tensor), tensor)
                     tensor = call.original_of.get(id(tensor), tensor)
-                    given.setdefault(id(tensor), (tensor, []))[1].append((j, leaf))
+                    receivers.setdefault(id(tensor), (tensor, []))[1].append((j, leaf))
                     if j < n:
                         self._captured[j].append(leaf)
             if ties is not None and j < n:
                 self._captured[j] += ties.leaves[j]
-        if not any(self.nested_backward):  # where a graph does not show all leaves
+        if not any(self.nested_backward):  # else graphs do not show all leaves
             leaves = [
                 *chain(*self._other_leaves),
                 *[id(node.variable) for node in chain(*self._known_nodes)],
             ]
             used = {id(call.original_of[k]) if k in call.original_of else k for k in leaves}
-            given = {k: found for k, found in given.items() if k in used}
-        self._receivers, self._known_nodes = list(given.values()), []
+            receivers = {k: found for k, found in receivers.items() if k in used}
+        self._receivers, self._known_nodes = list(receivers.values()), []
 
     def attach_node(
-        self, task: TrainingTask, head: _Outputs, entered: list[Tensor], outputs: list[Any]
+        self, task: TrainingTask, head: _Outputs, inputs: list[Tensor], outputs: list[Any]
     ) -> list[Any]:
         self._find_receivers()
         self._head = head
-        self._task = task.backward_task(None, None, keep=False)  # which must not hold this object
-        self.inputs, self.trained = entered, [tensor for tensor, _ in self._receivers]
-        # Each of them comes to the node by an alias. The alias that is made last gets its gradient
-        # first, so the gradients of one tensor are added up last micro-batch first, and hooks of
-        # parameters run as they would in one backward. Function.apply holds the interpreter's lock
-        # while it waits for that of a leaf, which an operator in another thread may hold when it
-        # waits for the interpreter's. And where there are accelerators, the engine lets a node wait
-        # for another one of the same device only, on the stream on which that was made.
-        tensors = map(_alias, [*entered, *self.trained])
+        self._task = task.backward_task(None, None, keep=False)  # without a reference to self
+        self.inputs, self.trained = inputs, [tensor for tensor, _ in self._receivers]
+        # The inputs of the node are aliases, for three reasons:
+        # - The last alias gets its gradient first, so the gradients of one tensor are added up last
+        #   micro-batch first, and hooks of parameters run in the order of one plain backward.
+        # - Function.apply waits for the lock of a leaf and holds the GIL, while an operator in
+        #   another thread may hold the lock of the leaf and wait for the GIL: a deadlock.
+        # - On accelerators the engine synchronizes a node with nodes of the same device only, on
+        #   the stream on which these were made.
+        tensors = map(_alias, [*inputs, *self.trained])
         flags = list(chain.from_iterable(head.flags))
         needed = list(compress(tensors_in(outputs), flags))
         nodes = _Node.apply(self, needed, *tensors)  # type: ignore[no-untyped-call]
-        made = dict(zip(map(id, needed), nodes, strict=True))  # what is one tensor stays one
+        made = dict(zip(map(id, needed), nodes, strict=True))  # a repeated tensor stays one
 
         def chosen(tensors: list[Tensor]) -> list[Tensor]:
             return [made.get(id(tensor), tensor) for tensor in tensors]
@@ -208,9 +209,9 @@ class Captured(Leaves):
         return list(map_tensors(chosen, outputs))
 
     def backward(self, grads: Sequence[Tensor | None], *, keep: bool) -> list[Tensor | None]:
-        """Goes back through all cells, with gradients of the outputs that need one.
+        """Runs all cells backward, given gradients of the outputs that need one.
 
-        It returns those of ``entered`` and of ``trained``; with ``keep`` it can be done again.
+        Returns the gradients of ``inputs`` and of ``trained``. ``keep`` allows another backward.
         """
         head, leaves, call = copy(self._head), copy(self), self._call
         leaves._retain_graph = keep
@@ -228,17 +229,19 @@ class Captured(Leaves):
         )
         pipeline.with_modes(partial(call.run_backward, steps, task))
         entered = [grad for _, grads in sorted(task.input_grads.items()) for grad in grads]
-        with call.as_caller():  # a thread of autograd uses the default streams of other devices
-            returned = [  # by a replica on a device of its own, perhaps
+        with (
+            call.as_caller()
+        ):  # else on the default streams of other devices, in autograd's threads
+            returned = [  # a replica may be on another device
                 None if grad is None else moved(grad, tensor.device)
                 for tensor, grad in zip(self.inputs, entered, strict=True)
             ]
             return [*returned, *leaves.sums()]
 
     def differentiable(self, grads: Sequence[Tensor | None], inputs: Sequence[Any]) -> list[Any]:
-        """The same with a graph of its own: of the layers, which run again.
+        """As :meth:`backward`, with a graph (``create_graph``): runs the layers once more.
 
-        In the modules are then parameters as they were, and copies of buffers before the forward.
+        They run with the parameters of the forward, and with copies of the buffers before it.
         """
         call, swaps, made = self._call, list[Swap](self._swaps), dict[int, Tensor]()
         for module, name, buffer, version, copied in self._buffers:
@@ -246,7 +249,7 @@ class Captured(Leaves):
                 raise RuntimeError(
                     f"the buffer {name!r} ({described(buffer)}) of a {type(module).__name__} was "
                     "modified in place in the forward, or since, and a backward with create_graph "
-                    "computes the layers again from what it was: call the pipe, and backward, "
+                    "runs the layers once more from its old value: call the pipe, and backward, "
                     "under syncpipe.inline(graph=True)"
                 )
             if not buffer.requires_grad:
@@ -262,7 +265,6 @@ class Captured(Leaves):
         return list(found)
 
     def go_back(self, j: int, roots: Sequence[Any], grads: Sequence[Tensor], cell: Cell) -> None:
-        """As of ``Accumulated``."""
         own, streams = self._captured[j], self._call.streams_of[j]
         found: Sequence[Tensor | None]
         if self.nested_backward[j]:
@@ -270,15 +272,15 @@ class Captured(Leaves):
         else:
             found = captured(roots, grads, (*own, ANCHOR), keep=self._retain_graph)[:-1]
         if streams.backend is not None:
-            # The engine adds up what a leaf gets in one cell on the stream on which the leaf came
-            # into a graph first: the caller's, or another worker's. Their memory is that stream's.
+            # In one cell the engine adds up the gradients of a leaf on the stream on which the leaf
+            # was first used: the caller's, or another worker's, which then owns their memory.
             for grad in found:
                 if grad is not None:
                     streams.backend.keep(grad, streams.compute)
         self.add(j, own, found)
 
     def _capture_in_grad(self, own: list[Tensor], roots: Any, grads: Any) -> list[Tensor | None]:
-        """The same where a layer runs a backward inside of its own, which adds to ``.grad``."""
+        """Reads gradients from ``.grad``, because a layer runs a backward inside its own."""
         before = [leaf.grad for leaf in own]
 
         def run() -> list[Tensor | None]:
@@ -290,16 +292,12 @@ class Captured(Leaves):
         return run_and_undo(run, map(setattr, own, repeat("grad"), before))
 
     def pop_grads(self, j: int, leaves: Sequence[Tensor]) -> list[Tensor | None]:
-        """As of ``Accumulated``."""
         self._own_sums[j].difference_update(map(id, leaves))
         return [self._sums[j].pop(id(leaf), None) for leaf in leaves]
 
     def add(self, j: int, leaves: Sequence[Tensor], grads: Sequence[Tensor | None]) -> None:
-        """As of ``Accumulated``.
-
-        A first gradient is never added to in place: of ``x + p`` it is the gradient of ``x`` as
-        well, which another stage may still read.
-        """
+        # A first gradient is never added to in place: in `x + p` it is also the gradient of x,
+        # which another stage may still read.
         sums, summed = self._sums[j], self._own_sums[j]
         into: list[Tensor] = []
         added: list[Tensor] = []
@@ -314,7 +312,7 @@ class Captured(Leaves):
                 added.append(grad)
             else:
                 sums[key] = _sum(sums[key], grad)
-                # A sparse sum takes no dense gradient in place, one of several at once (vmap) none.
+                # Not in place: a dense gradient into a sparse sum, anything into a batched one.
                 if torch._C._has_storage(sums[key]):
                     summed.add(key)
         if into:
@@ -338,7 +336,7 @@ class Captured(Leaves):
 
 
 def _sum(first: Tensor, second: Tensor) -> Tensor:
-    """As autograd adds gradients: the dense one comes first, ``sparse + dense`` is an error."""
+    """The sum in autograd's order: ``dense + sparse``, because ``sparse + dense`` is an error."""
     return second + first if first.is_sparse else first + second
 
 
@@ -353,7 +351,7 @@ def _tensors_of(partition: nn.Module) -> list[Tensor]:
 
 
 class _Node(torch.autograd.Function):
-    """``apply(work, outputs, *tensors)``: the outputs as results of the tensors."""
+    """``apply(work, outputs, *tensors)`` returns the outputs, as results of the tensors."""
 
     @staticmethod
     def forward(
@@ -371,7 +369,7 @@ class _Node(torch.autograd.Function):
             raise RuntimeError(_TWICE)
         if torch.is_grad_enabled():
             return None, None, *work.differentiable(grads, ctx.saved_tensors)
-        keep = _graph_stays()
+        keep = _retains_graph()
         if not keep:
             ctx.work = None
         return None, None, *work.backward(grads, keep=keep)
@@ -381,6 +379,6 @@ class _Node(torch.autograd.Function):
 def _backward_steps(
     edges: tuple[Edge, ...], m: int, placement: Devices, rematerialized: Any, returns: Any
 ) -> Steps:
-    """The second half of the "gpipe" program."""
+    """The backward half of the "gpipe" program."""
     steps = training_steps(edges, build("gpipe", m, placement), rematerialized, returns=returns)
     return Steps(tuple([tuple([s for s in row if s.what[0] != "forward"]) for row in steps.of]))
