@@ -1,15 +1,14 @@
-"""The loss of a mini-batch, put together from those of its micro-batches.
+"""The loss of a mini-batch, combined from the losses of its micro-batches.
 
-A mean loss ``l_i`` counts by its weight ``w_i``: the number of samples, of elements, or of targets
-that are not masked. The mini-batch's is ``sum(w_i l_i) / W``, ``W`` the sum of weights, so
-micro-batch ``i`` goes back from ``(w_i / W) l_i``; one without any weight has no part, whatever its
-mean (``0 / 0``). A sum is a mean whose weights and ``W`` are 1.
+A mean loss ``l_i`` has a weight ``w_i``: the number of samples, of elements, or of targets that are
+not masked. The loss of the mini-batch is ``sum(w_i l_i) / W``, ``W`` the sum of weights, so the
+backward of micro-batch ``i`` starts from ``(w_i / W) l_i``. A micro-batch of weight 0 adds nothing,
+even if its mean is nan (``0 / 0``). A sum is a mean whose weights and ``W`` are 1.
 
-Weights are **known** before anything runs, from the targets or ``weight=``, or **provisional**:
-they come with the losses, and all are divided by ``D``. That is ``W`` as far as samples and
-targets tell it, else ``m w``, ``w`` the first weight (or the samples in micro-batch 0, where
-several workers compute losses and none is the first). In the end all gradients are multiplied by
-``D / W``, unless that is 1.
+Weights are **known** before anything runs, from the targets or ``weight=``, or **provisional**: the
+loss function returns them. Provisional losses are divided by ``D``: ``W`` if samples and targets
+determine it, else ``m w``, ``w`` the first weight (or the samples of micro-batch 0, if several
+workers compute losses in any order). In the end all gradients are multiplied by ``D / W``.
 """
 
 from __future__ import annotations
@@ -39,13 +38,13 @@ _BACKWARD = (
 
 
 class Objective:
-    """The losses of one mini-batch. Used by one thread at a time, perhaps of ``several`` workers.
+    """The losses of one mini-batch. Used by one thread at a time, of ``several`` workers or one.
 
     Attributes:
-        loss_fn: what is known of the loss function.
+        loss_fn: the loss function and its weights.
         known_weights: the weights and their sum, if they are known before anything runs; perhaps
             on another device than the last stage.
-        is_sum: whether losses are sums over samples, and so is that of several mini-batches.
+        is_sum: whether losses are sums over samples, so micro-batches add up.
         returns_weights: whether the loss function returned a weight with each loss.
     """
 
@@ -59,7 +58,7 @@ class Objective:
         self.sizes, self._several = source.sizes, several
         self.is_sum = loss_fn.reduction == "sum"
         self.returns_weights = False
-        self._kind: str | None = None  # what loss_fn returns, in words
+        self._kind: str | None = None  # what loss_fn returns, for messages
         self._losses: list[Any] = [None] * m
         self._weights: list[Weight] = [1] * m
         self._metrics: list[dict[str, Any]] = [{} for _ in range(m)]
@@ -80,17 +79,16 @@ class Objective:
             self.known_weights = weights, sum(weights)
 
     def root(self, *args: Any) -> Tensor:
-        """Notes a loss as :meth:`root_and_gradient` does; what goes back from a gradient of one."""
+        """As :meth:`root_and_gradient`; returns a root whose gradient is 1."""
         loss, share = self.root_and_gradient(*args)
         return loss if share == 1 else loss * share
 
     def root_and_gradient(
         self, i: int, result: Any, output: Any, target: Any, known: Any = None
     ) -> tuple[Tensor, float]:
-        """Notes the loss of a micro-batch: the ``result`` of the loss function.
+        """Notes the ``result`` of the loss function; returns the root of backward, its gradient.
 
-        ``known`` is that attribute, brought to where the loss is; it stays there. It returns what
-        the micro-batch goes back from, and the gradient of that.
+        ``known`` replaces ``known_weights``: the same on the device of the loss.
         """
         if known is not None:
             self.known_weights = known
@@ -112,7 +110,7 @@ class Objective:
             loss = _with_zero_gradient(loss, weight, output)
         share = self._share(weight, self._divisor)
         if not isinstance(share, Tensor) and self._accumulate == 1 and self._scaler is None:
-            return loss, share  # the bits are those of going back from `loss * share`
+            return loss, share  # the same bits as a backward from `loss * share`
         part: Tensor = self._part(loss, weight, self._divisor)
         if self._accumulate != 1:
             part = part / self._accumulate
@@ -129,7 +127,7 @@ class Objective:
 
     @property
     def divisor(self) -> Weight | None:
-        """By what losses are divided; None as long as it depends on the first of them."""
+        """The number that losses are divided by; None while it depends on the first of them."""
         if self.known_weights is not None:
             return self.known_weights[1]
         return self._divisor if self._kind is not None or self.loss_fn.exact else None
@@ -139,26 +137,26 @@ class Objective:
         return sum(self._weights) if self.known_weights is None else self.known_weights[1]
 
     def factor(self) -> Weight | None:
-        """What all gradients have yet to be multiplied by; None for nothing."""
+        """The factor that all gradients have yet to be multiplied by; None for 1."""
         total, divisor = self.total(), self._divisor
         if self.known_weights is not None or divisor is None:
             return None
-        if isinstance(total, Tensor):  # where nothing counts all gradients are zero already
+        if isinstance(total, Tensor):  # with a total of 0 all gradients are zero already
             return torch.where(total == 0, 1.0, divisor / total)
         if not isinstance(divisor, Tensor) and total == divisor:
             return None
         return divisor / total if total else None
 
     def loss(self, of: Sequence[int] | None = None, losses: list[Any] | None = None) -> Tensor:
-        """The loss of some or all micro-batches, detached, or what other ``losses`` make."""
+        """The combined loss of all micro-batches or some, detached; or of other ``losses``."""
         found = self._losses if of is None else [self._losses[i] for i in of]
         loss: Tensor = self.combine(losses or found, of)
         return loss
 
     def metrics(self) -> dict[str, Any] | None:
-        """What came beside the losses, detached; None if nothing did.
+        """The metrics, detached; None if there are none.
 
-        Numbers are combined as the losses are, all else is in lists, a value for each micro-batch.
+        Numbers are combined as the losses are; other values are listed, one for each micro-batch.
         """
         if not any(self._metrics):
             return None
@@ -176,7 +174,7 @@ class Objective:
         return found
 
     def combine(self, values: list[Any], of: Sequence[int] | None = None) -> Any:
-        """One value of those of all micro-batches, or of some, as of their losses."""
+        """Combines values of all micro-batches, or some, as their losses are combined."""
         weights = self._weights if of is None else [self._weights[i] for i in of]
         total = self.total() if of is None or self.is_sum else sum(weights)
         parts = [
@@ -200,7 +198,7 @@ class Objective:
         return weight / total
 
     def _check_kind(self, i: int, returned: Returned) -> Returned:
-        """What was returned for a micro-batch, if that goes with all else (ValueError)."""
+        """Raises ValueError if the result contradicts an earlier one, or an argument."""
         weighted, kind = returned.weight is not None, returned.kind
         if self._kind is None:
             self._kind, self.returns_weights = kind, weighted
@@ -217,7 +215,7 @@ class Objective:
         return returned
 
     def _weight(self, i: int, returned: Returned, output: Any, target: Any) -> Weight:
-        """How much a micro-batch counts: where the loss is, if that is a tensor."""
+        """The weight of a micro-batch; a tensor is on the device of the loss."""
         weight, loss = returned.weight, returned.loss
         if self.known_weights is not None:
             weight = self.known_weights[0][i]
@@ -227,15 +225,15 @@ class Objective:
             weight = self.loss_fn.count(output, target)
         if weight is None:
             weight = self.sizes[i]
-        if isinstance(weight, Tensor):  # counts are often too large for half precision
+        if isinstance(weight, Tensor):  # counts overflow in half precision
             dtype = torch.promote_types(loss.dtype, torch.float32)
             weight = compact(moved(weight, loss.device, dtype))
         return weight
 
 
 def _with_zero_gradient(loss: Tensor, weight: Weight, output: Any) -> Tensor:
-    """A loss whose gradient is zero where its weight is, even if it is a mean over nothing."""
-    if isinstance(weight, Tensor):  # nobody waits for its value
+    """A loss with a zero gradient if its weight is 0, even if its value is nan."""
+    if isinstance(weight, Tensor):  # without a synchronization for its value
 
         def masked(grad: Tensor) -> Tensor:
             return torch.where(weight == 0, 0.0, grad)
@@ -253,15 +251,15 @@ def _with_zero_gradient(loss: Tensor, weight: Weight, output: Any) -> Tensor:
 
 
 class LossHead:
-    """Takes the outputs of the last stage. Used by the worker of that stage.
+    """Takes the outputs of the last stage, on the worker of that stage, or those of its replicas.
 
-    If it has replicas, by several: what they have in common changes under a lock, and nothing that
-    is computed depends on who comes first. The loss function itself runs outside of it. Without an
-    ``objective`` the outputs are all that is wanted. ``keep`` gets what the loss function is given,
-    on the first of the workers, and returns what the caller goes on with.
+    Replicas change the shared state under a lock, and no result depends on their order. The loss
+    function runs outside the lock. Without an ``objective`` there are outputs only. ``keep`` gets
+    the arguments of the loss function, on the first worker, and returns tensors that the caller
+    will use.
     """
 
-    graph_outputs = staticmethod(distinct)  #: of an output, those that get gradients
+    graph_outputs = staticmethod(distinct)  #: the tensors of an output that may get gradients
 
     def __init__(
         self, call: Call, objective: Any, leaves: Any = None, *, keep_outputs: bool,
@@ -270,20 +268,20 @@ class LossHead:
         self._call, self._objective, self._leaves, self._keep = call, objective, leaves, keep
         self._lock = threading.Lock()
         self._weights_at_start = None if objective is None else objective.known_weights
-        self._weights_of: dict[int, Any] = {}  # where each worker is
+        self._weights_of: dict[int, Any] = {}  # the same on the device of each replica
         draws = None if objective is None else objective.draws
-        #: For each worker the generators that the loss function draws from, if that is known.
+        #: For each worker the generators that the loss function draws from; None: unknown.
         self.draws: dict[int, int | None] = dict.fromkeys(call.pipeline.replica_indices[-1], draws)
-        #: For each a parameter whose gradient tells of a backward.
+        #: For each worker a parameter that shows whether the loss function called backward().
         self._probes: dict[int, Tensor | None] = {
             j: next((p for p in leaves.parameters[j] if p.requires_grad), None)
             for j in (self.draws if leaves is not None else ())
         }
         self.outputs: list[Any] | None = [None] * call.m if keep_outputs else None  # detached
-        self.loss_requires_grad = False  # whether any loss needed a gradient
+        self.loss_requires_grad = False  # whether any loss does
 
     def take(self, j: int, i: int, output: Any, target: Any, cell: Cell) -> None:
-        """Takes the output of a micro-batch; the cell learns how to go back."""
+        """Takes the output of a micro-batch, and gives its cell the root of backward."""
         if self.outputs is not None:
             self.outputs[i] = detached(output)
         if self._objective is not None:
@@ -293,15 +291,15 @@ class LossHead:
             if root.requires_grad:
                 self.loss_requires_grad = True
                 cell.root = ends_of(root)[0], torch.full_like(root, share)
-        if self.outputs is not None and self._call.m > 1:  # loss_fn may have written into it
+        if self.outputs is not None and self._call.m > 1:  # now, as loss_fn may modify the output
             self.outputs[i] = map_tensors(lambda ts: [compact(t) for t in ts], self.outputs[i])
 
     def _begin_loss_graph(self, output: Any, target: Any, cell: Cell) -> tuple[Any, Any]:
-        """Begins the graph of the loss, which goes on into the cell's unless that is recomputed.
+        """Connects the graph of the loss to the cell's, or cuts it if the cell is recomputed.
 
-        The loss is not recomputed with it: it stores little, and may have side effects.
+        The loss is not recomputed, because it stores little and may have side effects.
         """
-        ends = ends_of(distinct(output))  # now, for the loss function may write into it
+        ends = ends_of(distinct(output))  # before the loss function modifies it in place
         if cell.recomputation is None:
             cell.ends.append(ends)
         else:
@@ -317,7 +315,8 @@ class LossHead:
         try:
             if self._keep is not None and j == self._call.pipeline.replica_indices[-1][0]:
                 self._call.release_to_caller(j, self._keep(i, *given))
-            # No cut may notice a backward by the loss. A version may be that of a flat buffer.
+            # A backward by loss_fn may reach no cut, so .grad of a parameter reveals it. (Its
+            # version would not: that of a flat buffer counts other writes, too.)
             before = None if (probe := self._probes.get(j)) is None else probe.grad
             if probe is not None:
                 probe.grad = None
@@ -343,9 +342,9 @@ class LossHead:
             raise
 
     def go_back(self, j: int, i: int, cell: Cell) -> list[list[Tensor | None]]:
-        """Backward of the loss of a micro-batch, and of the cell where their graphs are one.
+        """Backward of a loss; of the cell, too, if their graphs are connected.
 
-        Otherwise it returns the gradients of the outputs, in a list.
+        Otherwise returns the gradients of the outputs, in a list.
         """
         if cell.root is not None:
             (root, grad), cell.root = cell.root, None

@@ -1,10 +1,9 @@
-"""Whether the losses of micro-batches make that of the mini-batch.
+"""Checks that the losses of micro-batches combine to the loss of the mini-batch.
 
-A mean over what is not masked, a loss that compares samples with each other, a mean over something
-else than samples: put together by the sizes of micro-batches, all of these come out wrong, and so
-do the gradients. So the outputs of some micro-batches are kept until the end of a call, and
-``loss_fn`` is called once more, with all of them at once. This is done in calls 1, 2, 4, 8, ...
-with a loss function: the first batches may have no padding.
+Weighted by samples, a mean over unmasked targets, over anything else than samples, or a loss that
+compares samples comes out wrong, and so do its gradients. The check keeps outputs of some
+micro-batches until the end of a call and calls ``loss_fn`` once more, with all of them at once. It
+runs in calls 1, 2, 4, 8, ... with a loss function, because the first batches may have no padding.
 """
 
 from __future__ import annotations
@@ -30,40 +29,40 @@ _MAX_KEPT_BYTES = 2**26  #: of outputs, but two micro-batches are always kept
 _ROUNDING = {torch.float64: 1e-9, torch.float32: 1e-4}  #: relative to the loss
 _MAX_COUNTS = 32  #: entries of LossCounts, three for each loss function
 _WEIGHT_HINT = (
-    "weight=, such as weight=lambda target: (target != -100).sum(), or (loss, weight) from loss_fn"
+    "weight=, for example weight=lambda target: (target != -100).sum(), or (loss, weight) from "
+    "loss_fn"
 )
 _MODEL_LOSS = (
-    "the loss is made by the model (output.loss), for each micro-batch by itself: with masked "
-    "targets their mean is not that of the mini-batch, and gradients are off likewise. Let the "
-    "model return its logits and compute the loss of them (F.cross_entropy counts masked targets "
-    f"right), or give {_WEIGHT_HINT}. If all count the same: verify=False"
+    "the model computes the loss of each micro-batch (output.loss): with masked targets their mean "
+    "is not the loss of the mini-batch, and gradients are wrong likewise. Return logits from the "
+    "model and compute the loss in loss_fn (F.cross_entropy weights masked targets correctly), or "
+    f"give {_WEIGHT_HINT}. If micro-batches have equal weights: verify=False"
 )
 
 
 class Finding(NamedTuple):
-    """What a check found, in words; the loss is ``wrong``, or it could not be checked."""
+    """The message of a check: the loss is ``wrong``, or it could not be checked."""
 
     text: str
     wrong: bool
 
 
 class LossCounts:
-    """The number of calls with each loss function, by which it is checked.
+    """Counts the calls with each loss function, to decide when to check it.
 
-    A function is the same one if it is the same object, or if its code and all that it has closed
-    over are the same objects, or equal numbers or strings. One that is made anew for each call with
-    other values is another one each time, and of those with the same code the 1st, 2nd, 4th, ...
-    is checked. Nothing is kept alive.
+    Two functions count as one if they are the same object, or if their code and the values that
+    they close over are the same objects, or equal numbers or strings. Of functions with the same
+    code and other values the 1st, 2nd, 4th, ... is checked. Holds no function alive.
     """
 
     def __init__(self) -> None:
-        # By what identifies a function: references, whose own identities these are, and the count.
+        # key of a function -> weak references, which keep the ids in the key valid; and the count
         self._counts: dict[Any, tuple[Any, float]] = {}
 
     def check(
         self, objective: Objective, targets: list[Any] | None, verify: bool | None
     ) -> LossCheck | None:
-        """What checks the loss function in this call, if that is due or asked for."""
+        """The check of the loss function in this call, if it is due or asked for."""
         function = objective.loss_fn.function
         if verify is False:
             self._add(function, math.inf)
@@ -79,9 +78,9 @@ class LossCounts:
         return LossCheck(objective, targets, asked=bool(verify))
 
     def compare(self, check: LossCheck, common: Collection[int] = (), *, draws: bool) -> None:
-        """Checks the loss function, unless it ``draws`` random numbers; warns once of each.
+        """Runs a check, unless the loss ``draws`` random numbers; warns once for each function.
 
-        Leaves of the outputs whose index is in ``common`` are the same in every micro-batch.
+        ``common`` has the indices of output leaves that are the same in every micro-batch.
         """
         function = check.objective.loss_fn.function
         found = None if draws else check.compare(common)
@@ -102,14 +101,14 @@ class LossCounts:
         before = max(map(self._count, keys))
         made = self._count(code) + (more if not before or more == math.inf else 0)
         for key, count in ((code, made), *((key, before + more) for key in keys)):
-            self._counts.pop(key, None)  # to the end
+            self._counts.pop(key, None)  # moves it to the end
             self._counts[key] = references, count
         while len(self._counts) > _MAX_COUNTS:
             del self._counts[next(iter(self._counts))]
 
 
 def _keys(function: Any) -> tuple[Any, Any, Any, Any]:
-    """References to a function, and what identifies its code, itself, and it with its values."""
+    """References to a function and its parts; the keys of its code, its object, its values."""
     code, values = _parts(function)
     references = [_reference(part) for part in (function, *code, *values)]
     one, *each = [(type(r), r) if isinstance(r, SIMPLE) else id(r) for r in references]
@@ -117,7 +116,7 @@ def _keys(function: Any) -> tuple[Any, Any, Any, Any]:
 
 
 def _parts(function: Any) -> tuple[list[Any], list[Any]]:
-    """The code of a function, and what else makes one that is defined anew another or the same."""
+    """The code of a function, and the values that it closes over or has as arguments."""
     if isinstance(function, FunctionType):
         cells = [_contents(cell) for cell in function.__closure__ or ()]
         keywords = (function.__kwdefaults__ or {}).values()
@@ -135,7 +134,7 @@ def _parts(function: Any) -> tuple[list[Any], list[Any]]:
 def _contents(cell: Any) -> Any:
     try:
         return cell.cell_contents
-    except ValueError:  # it is assigned only later
+    except ValueError:  # not assigned yet
         return None
 
 
@@ -144,28 +143,28 @@ def _reference(part: Any) -> Any:
         return part
     try:
         return weakref.ref(part)
-    except TypeError:  # there are none to lists, say
+    except TypeError:  # a list, for example
         return object()
 
 
 class LossCheck:
-    """Compares the loss of a mini-batch with that of its micro-batches.
+    """Compares the loss of a mini-batch with the combined loss of its micro-batches.
 
-    If it was ``asked`` for, an exception of ``loss_fn``, or outputs that cannot be put together, is
-    the caller's to know.
+    If the caller ``asked`` for it, an exception of the check is raised: from ``loss_fn``, or
+    because outputs cannot be concatenated.
     """
 
     def __init__(self, objective: Objective, targets: list[Any] | None, *, asked: bool) -> None:
         self.objective, self._asked = objective, asked
         self._kept: dict[int, tuple[Any, Any]] = {}
         self._bytes = 0
-        # What all micro-batches have in common was not cut, and is not to be put together.
+        # A leaf that all micro-batches share was not cut, so it is not concatenated.
         pair = (targets or [(), ()])[:2]
         first, second = [flatten(target, batches=True)[0] for target in pair]
         self._common = [a is b for a, b in zip(first, second, strict=False)]
 
     def keep(self, i: int, output: Any, target: Any) -> tuple[Any, Any] | None:
-        """Keeps what the loss function is going to be given, as long as there is room."""
+        """Keeps a copy of the arguments of the loss function, up to a number of bytes."""
         size = sum(tensor.nbytes for tensor in tensors_in(output))
         if len(self._kept) < 2 or self._bytes + size <= _MAX_KEPT_BYTES:
             self._bytes += size
@@ -174,11 +173,11 @@ class LossCheck:
 
     @torch.no_grad()
     def compare(self, common: Collection[int] = ()) -> Finding | None:
-        """What is wrong with the loss, by more than rounding; or why that cannot be said."""
+        """Reports a loss that is wrong by more than rounding, or why it cannot be checked."""
         objective = self.objective
         self._common_outputs = common  # as in ``gather``
         if objective.returns_weights and not self._asked:
-            return None  # somebody has thought about it
+            return None  # the user chose the weights
         counted = objective.is_sum or objective.loss_fn.weigh is not None
         if self._made_by_model():
             return None if counted else Finding(_MODEL_LOSS, True)
@@ -204,7 +203,7 @@ class LossCheck:
         return None if counted or error is None else Finding(_unchecked_message(error), False)
 
     def _made_by_model(self) -> bool:
-        """Whether the loss is in the outputs already, and was not made of the others."""
+        """Whether the loss is one of the outputs, and loss_fn does not compute it from others."""
         i, (output, target) = next(iter(self._kept.items()))
         loss = self.objective.records(i)[0]
         if not any(t.dim() == 0 and t.equal(loss) for t in tensors_in(output)):
@@ -218,7 +217,7 @@ class LossCheck:
             return True
 
     def _batch_dimensions(self) -> list[list[int]]:
-        """Where samples of the outputs may be: a dimension of each tensor, the likeliest first."""
+        """Candidates for the batch dimension of each output tensor, the likeliest first."""
         sizes = [self.objective.sizes[i] for i in self._kept]
         columns = zip(*(tensors_in(output) for output, _ in self._kept.values()), strict=False)
         fitting = [
@@ -234,9 +233,9 @@ class LossCheck:
         return [along for k, along in enumerate(found) if along not in found[:k]]
 
     def _loss_of_all(self, along: list[int]) -> Any:
-        """What the loss function gives for all at once, whose samples are ``along`` dimensions.
+        """The loss of all micro-batches at once, concatenated ``along`` a dimension of each tensor.
 
-        What has no dimensions was made of a micro-batch: it is combined as losses are.
+        Tensors without dimensions are combined as losses are.
         """
         outputs, targets = zip(*self._kept.values(), strict=True)
         common, given = self._common_outputs, enumerate(flatten(outputs[0], batches=True)[0])
@@ -266,7 +265,7 @@ class LossCheck:
         return self._call_loss_fn((map_tensors(as_they_were, output), unflatten(leaves, structure)))
 
     def _call_loss_fn(self, given: tuple[Any, Any]) -> Any:
-        """What the loss function gives once more, which must not count, also in a metric."""
+        """Calls the loss function once more; puts back its state, also that of its metrics."""
         modules = _modules_of(self.objective.loss_fn.function)
         call = torch.no_grad()(self.objective.call)
         result = with_cpu_generator(
@@ -275,7 +274,7 @@ class LossCheck:
         return result[0] if isinstance(result, tuple) else result
 
     def _agrees(self, found: Tensor, along: list[int]) -> bool:
-        """Whether a loss is the one that was put together; or one of which nothing can be said."""
+        """Whether a loss equals the combined one, or is not finite."""
         total, parts = float(found), float(self.objective.loss([*self._kept]))
         rounding = _ROUNDING.get(found.dtype, 2e-2) * abs(total)
         if not math.isfinite(total) or abs(total - parts) <= rounding:  # parts may be nan
@@ -283,9 +282,9 @@ class LossCheck:
         return self._is_rounding(abs(total - parts), along)
 
     def _is_rounding(self, difference: float, along: list[int]) -> bool:
-        """Whether a difference is rounding after all, which numbers of more digits have less of.
+        """Whether a difference vanishes in double precision.
 
-        A loss of about zero is the sum of larger numbers, and relative to itself it is far off.
+        A loss near zero is a sum of larger numbers, so its relative rounding error is large.
         """
         kept = self._kept
         try:
@@ -293,29 +292,29 @@ class LossCheck:
             losses = list(map(self._call_loss_fn, self._kept.values()))
             parts = self.objective.loss([*kept], losses)
             return abs(float(self._loss_of_all(along)) - float(parts)) <= 1e-3 * difference
-        except Exception:  # there are no such numbers on this device, or in this loss
+        except Exception:  # the device or the loss has no double precision
             return False
         finally:
             self._kept = kept
 
     def _mismatch_message(self, total: float) -> str:
         reason = (
-            "it is no mean over samples. A mean over what is not masked needs "
+            "it is no mean over samples. A mean over unmasked targets needs "
             f"{_WEIGHT_HINT}; a sum over samples needs loss_reduction='sum'"
         )
         if self.objective.is_sum:
             reason = "it is no sum over samples. A mean over them needs loss_reduction='mean'"
         parts = float(self.objective.loss([*self._kept]))
         return (
-            f"loss_fn gives {total:.6g} for {len(self._kept)} micro-batches at once, but put "
-            f"together from each of them the loss is {parts:.6g}, and gradients are off likewise: "
-            f"{reason}; a loss that compares samples needs them all, as loss_fn(pipe(input), "
-            "target). If it is meant to be so: verify=False"
+            f"loss_fn returns {total:.6g} for {len(self._kept)} micro-batches at once, but the "
+            f"loss combined from each of them is {parts:.6g}, and gradients are wrong likewise: "
+            f"{reason}; a loss that compares samples needs all of them, loss_fn(pipe(input), "
+            "target). If this is intended: verify=False"
         )
 
 
 def _modules_of(function: Any) -> list[nn.Module]:
-    """What a loss function changes, as far as one sees: itself, metrics that it has or names."""
+    """The modules whose state a loss function may change: itself, metrics that it has or names."""
     code, values = _parts(function)
     objects = [value for value in values if hasattr(value, "__dict__")]
     children = [value._modules for value in values if isinstance(value, nn.Module)]
@@ -329,9 +328,9 @@ def _modules_of(function: Any) -> list[nn.Module]:
 
 def _unchecked_message(error: Exception) -> str:
     return (
-        "loss_fn is not checked, because it cannot get several micro-batches at once "
-        f"({type(error).__name__}: {error}). It is taken for a mean over samples. One over "
-        f"something else, such as what is not masked, needs {_WEIGHT_HINT}. If it is one over "
+        "loss_fn is not checked, because it fails on several micro-batches at once "
+        f"({type(error).__name__}: {error}). It is assumed to be a mean over samples. A mean over "
+        f"anything else, for example unmasked targets, needs {_WEIGHT_HINT}. If it is a mean over "
         "samples: verify=False"
     )
 

@@ -1,8 +1,8 @@
-"""What is known of a loss function before it is called, and what it returns.
+"""Loss functions: how their micro-batches are weighted, and what they return.
 
-``F.mse_loss`` and other means over elements count by the elements of the output,
-``F.cross_entropy`` by what can be counted from the target alone. For functions of which nothing is
-known the caller says how to count (``weight=``, ``loss_reduction=``).
+``F.mse_loss`` and other means over elements are weighted by the elements of the output,
+``F.cross_entropy`` by the targets that are not ignored. For other functions the caller gives
+``weight=`` or ``loss_reduction=``; the default is the number of samples.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from syncpipe.runtime.errors import annotate
 
 Weight = float | Tensor
 _REDUCTIONS = ("mean", "sum")
-#: By modules and functions: what computes the loss.
+#: Loss modules and their functions; the first kind is weighted by its target alone.
 _COUNTED = {nn.CrossEntropyLoss: F.cross_entropy, nn.NLLLoss: F.nll_loss}
 _BY_ELEMENTS = {
     nn.MSELoss: F.mse_loss, nn.L1Loss: F.l1_loss, nn.SmoothL1Loss: F.smooth_l1_loss,
@@ -37,11 +37,11 @@ _FUNCTIONS = _COUNTED | _BY_ELEMENTS
 
 @dataclass(frozen=True)
 class Loss:
-    """A loss function, and how the losses of micro-batches become that of the mini-batch.
+    """A loss function, and how the losses of micro-batches are combined.
 
-    ``weigh`` gives the weight of a micro-batch from its target, or has a number for each; None: by
-    ``count``, a function of output and target, or by samples. ``exact``: it is known that the
-    result is the mini-batch's.
+    ``weigh`` returns the weight of a micro-batch, given its target, or has a number for each. If it
+    is None, ``count`` returns the weight, given output and target; without both, the number of
+    samples. ``exact``: the combined loss is known to be the loss of the mini-batch.
     """
 
     function: Callable[..., Any]
@@ -56,7 +56,7 @@ class Loss:
 
     @property
     def draws(self) -> int | None:
-        """0 if it is one of PyTorch's that never draw, without hooks, which might; else None."""
+        """0 if it draws no random numbers: PyTorch's own without hooks. Else None: unknown."""
         function: Any = self.function
         hooked = isinstance(function, nn.Module) and (
             function._forward_hooks or function._forward_pre_hooks
@@ -64,7 +64,7 @@ class Loss:
         return 0 if self.exact and not hooked else None
 
     def weight(self, i: int, target: Any) -> Weight | None:
-        """How much micro-batch ``i`` counts by its target; None: not by that."""
+        """The weight of micro-batch ``i`` by ``weigh``; None if that does not apply."""
         if self.weigh is None:
             return None
         if isinstance(self.weigh, tuple):
@@ -78,7 +78,7 @@ class Loss:
         return None if found is None and self.exact else _number(found, "weight returned")
 
     def total(self, targets: Sequence[Any] | None, samples: int | None) -> int | None:
-        """The weight of a mini-batch without ``weigh``, as far as targets and samples tell it."""
+        """The weight of a mini-batch without ``weigh``; None if its targets do not determine it."""
         if self.count is None:
             return samples
         counts = [self.count(target, target) for target in targets or ()]
@@ -88,18 +88,18 @@ class Loss:
 def known_loss(
     loss_fn: Any, reduction: str | None, weight: Callable[[Any], Any] | Sequence[Any] | None
 ) -> Loss:
-    """What is known of a loss function before it is called, from the arguments of the same names.
+    """A ``Loss``, from the arguments ``loss_fn``, ``loss_reduction`` and ``weight``.
 
     Raises:
-        TypeError: ``loss_fn`` or ``weight`` is nothing of the kind.
-        ValueError: they contradict each other.
+        TypeError: ``loss_fn`` is not callable, or ``weight`` is no function and no sequence.
+        ValueError: the arguments contradict each other.
     """
     if loss_fn is None:
         raise TypeError("loss_fn is missing: write train_batch(input, target, loss_fn=...)")
     if isinstance(loss_fn, type) and issubclass(loss_fn, nn.Module):
         raise TypeError(
-            f"loss_fn={loss_fn.__name__} is a class, and calling it makes a module: give an "
-            f"instance, loss_fn={loss_fn.__name__}(...)"
+            f"loss_fn={loss_fn.__name__} is a class: give an instance, "
+            f"loss_fn={loss_fn.__name__}(...)"
         )
     if not callable(loss_fn):
         raise TypeError(
@@ -108,14 +108,14 @@ def known_loss(
     if reduction is not None and reduction not in _REDUCTIONS:
         raise ValueError(
             f"loss_reduction={reduction!r}: must be one of 'mean', 'sum', "
-            "whichever loss_fn does over the samples of a micro-batch"
+            "as loss_fn reduces the samples of a micro-batch"
         )
     function, options = _function_and_options(loss_fn)
     own_reduction = options.get("reduction")
     of_torch = type(loss_fn).__module__.startswith("torch.nn.modules")
     if own_reduction == "none" and (of_torch or isinstance(loss_fn, partial)):
         raise ValueError(
-            "loss_fn has reduction='none', which gives a loss for each sample, and a loss is one "
+            "loss_fn has reduction='none', which returns a loss for each sample instead of one "
             "number: use reduction='mean' or reduction='sum'"
         )
     if own_reduction not in _REDUCTIONS:
@@ -136,8 +136,8 @@ def known_loss(
         return Loss(loss_fn, reduction, weigh, count, exact)
     if reduction == "sum":
         raise ValueError(
-            "weight is for losses that are means, but that of loss_fn is a sum (loss_reduction or "
-            "its own reduction is 'sum'), which micro-batches add up to: leave one of them out"
+            "weight is for losses that are means, but loss_fn returns a sum (loss_reduction or its "
+            "own reduction is 'sum'): leave out weight, or use a mean"
         )
     if callable(weight):
         return Loss(loss_fn, reduction, weight)
@@ -150,7 +150,7 @@ def known_loss(
 
 
 def _function_and_options(loss_fn: Any) -> tuple[Any, dict[str, Any]]:
-    """What computes a loss, a function or a class of modules, and its options."""
+    """The function or module class that computes a loss, and its options."""
     while (compiled := getattr(loss_fn, "_orig_mod", None)) is not None:
         loss_fn = compiled
     if isinstance(loss_fn, partial):
@@ -163,7 +163,7 @@ def _function_and_options(loss_fn: Any) -> tuple[Any, dict[str, Any]]:
 
 
 def _count_targets(weight: Tensor | None, ignored: int | None, target: Any) -> Any:
-    """By what ``F.cross_entropy`` and ``F.nll_loss`` divide; None: by samples."""
+    """The divisor of ``F.cross_entropy`` and ``F.nll_loss``; None: the number of samples."""
     if type(target) is not Tensor:
         return None
     if target.is_floating_point():  # probabilities of classes
@@ -172,12 +172,12 @@ def _count_targets(weight: Tensor | None, ignored: int | None, target: Any) -> A
     if weight is None:
         return kept.sum()
     target, kept = target.to(weight.device), kept.to(weight.device)
-    there = kept & (target >= 0) & (target < len(weight))  # others the loss will refuse
-    return (weight[torch.where(there, target, 0)] * there).sum()
+    valid = kept & (target >= 0) & (target < len(weight))  # for others the loss raises an error
+    return (weight[torch.where(valid, target, 0)] * valid).sum()
 
 
 def _count_elements(output: Any, target: Any) -> int | None:
-    """Over how many elements a mean of PyTorch's goes."""
+    """The number of elements that a mean of PyTorch's averages."""
     if not isinstance(output, Tensor):
         return None
     if not isinstance(target, Tensor) or target.shape == output.shape:
@@ -191,13 +191,13 @@ def _count_rows(output: Any, target: Any) -> int | None:
 
 
 def _number(weight: Any, what: str) -> Weight:
-    """A weight as a number, or as a tensor if it is on a device that should not be waited for."""
+    """A weight as a number; or as a tensor, if reading it would synchronize a device."""
     if isinstance(weight, Tensor):
         if weight.numel() != 1 or weight.requires_grad:
             kind = "which requires grad" if weight.requires_grad else "not one number"
             raise ValueError(
-                f"{what} a weight {described(weight)}, {kind}; a weight is one number, such as "
-                "the number of tokens, and no gradient goes through it"
+                f"{what} a weight {described(weight)}, {kind}: a weight must be one number without "
+                "a gradient, for example the number of tokens"
             )
         if type(weight) is not Tensor or weight.device.type != "cpu":
             return weight.detach().reshape(())
@@ -211,7 +211,7 @@ def _number(weight: Any, what: str) -> Weight:
 
 
 class Returned(NamedTuple):
-    """What a loss function returned for a micro-batch; ``kind`` says in words what that is."""
+    """The result of a loss function for a micro-batch; ``kind`` describes it in messages."""
 
     loss: Tensor
     weight: Weight | None
@@ -220,7 +220,11 @@ class Returned(NamedTuple):
 
 
 def parse(result: Any) -> Returned:
-    """Takes apart what a loss function returned (TypeError, ValueError if that is no loss)."""
+    """Unpacks the result of a loss function.
+
+    Raises:
+        TypeError, ValueError: it is no loss.
+    """
     metrics: dict[str, Any] = {}
     parts = list(result) if isinstance(result, tuple) else [result]
     if len(parts) > 1 and isinstance(parts[-1], dict):

@@ -226,7 +226,7 @@ def test_a_loss_that_the_model_makes_is_noticed() -> None:
     torch.manual_seed(0)
     pipe = Pipe(nn.Sequential(nn.Linear(3, 3), Makes()), [2], devices=["cpu"], chunks=4)
     [text] = warned(pipe, input=torch.randn(8, 3), loss_fn=lambda output: output["loss"])
-    assert "made by the model" in text
+    assert "the model computes the loss" in text
     assert "logits" in text
     assert not warned(pipe, input=X, loss_fn=lambda output: output["loss"], weight=[1, 2, 3, 4])
 
@@ -246,7 +246,7 @@ def test_a_loss_of_the_logits_is_none_that_the_model_makes() -> None:
     x = torch.randn(8, 5, requires_grad=True)
     given = {"input": {"x": x, "y": MASKED["target"]}, "target": MASKED["target"]}
     [text] = warned(pipe, **given, loss_fn=of_logits)
-    assert "what is not masked needs weight=" in text
+    assert "unmasked targets needs weight=" in text
 
 
 def test_a_scalar_beside_the_outputs_is_combined_as_losses_are() -> None:
