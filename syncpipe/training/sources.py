@@ -1,4 +1,4 @@
-"""Where ``train_batch`` gets its micro-batches from: a mini-batch to cut, or an iterator."""
+"""Sources of micro-batches: a mini-batch that is cut, or an iterator."""
 
 from __future__ import annotations
 
@@ -23,25 +23,24 @@ from syncpipe.runtime.errors import annotate
 from syncpipe.runtime.streams import moved
 
 _T = TypeVar("_T")
-_Pack = Callable[[Any], Any]  #: makes of an input what the first layer gets
+_Pack = Callable[[Any], Any]  #: turns an input into the argument of the first layer
 
 
 class RepeatingLoader(Generic[_T]):
-    """Iterates over something again and again, for ``train_batch(data_iter=...)``.
+    """Iterate over something again and again, for ``train_batch(data_iter=...)``.
 
-    A new pass begins as soon as the one before has ended, with whatever order the iterable has
-    then::
+    Each pass calls ``iter(iterable)``, so a shuffling ``DataLoader`` gives a new order::
 
         data = iter(RepeatingLoader(DataLoader(dataset, batch_size=16, shuffle=True)))
         for _ in range(steps):
             loss = pipe.train_batch(data_iter=data, loss_fn=loss_fn)
 
     Args:
-        iterable: what can be iterated over more than once, such as a ``DataLoader`` or a list.
+        iterable: an iterable that can restart, for example a ``DataLoader`` or a list.
 
     Raises:
-        TypeError: ``iterable`` cannot be iterated over, or only once, or is a dataset of samples.
-        ValueError: while iterating, if a pass gives nothing at all.
+        TypeError: ``iterable`` is not iterable, is an iterator, or is a dataset of samples.
+        ValueError: while iterating, if a pass gives no item.
     """
 
     def __init__(self, iterable: Iterable[_T]) -> None:
@@ -51,7 +50,7 @@ class RepeatingLoader(Generic[_T]):
         if isinstance(iterable, Iterator):
             raise TypeError(
                 f"RepeatingLoader cannot restart {type(iterable).__name__}, an iterator: give it "
-                "what the iterator is made from, such as the DataLoader itself"
+                "the iterable itself, for example the DataLoader"
             )
         self._iterable = iterable
         self._running: dict[str, Iterator[_T]] = {}
@@ -64,7 +63,7 @@ class RepeatingLoader(Generic[_T]):
 
 
 def refuse_dataset(data: Any, what: str) -> None:
-    """Refuses what gives samples, which would be cut along their own first dimension."""
+    """Raises TypeError for a dataset, whose samples would be cut along their first dimension."""
     by_index = hasattr(type(data), "__getitem__") and not isinstance(
         data, Sequence | Mapping | Tensor
     )
@@ -72,14 +71,14 @@ def refuse_dataset(data: Any, what: str) -> None:
         raise TypeError(
             f"{what} is a {type(data).__name__}, which gives samples, and not batches: wrap it in "
             "a DataLoader, torch.utils.data.DataLoader(data, batch_size=...); with batch_size=None "
-            "if what it gives are batches"
+            "if its items are batches"
         )
 
 
 def _next_item(
     loader: Iterable[_T], running: MutableMapping[Any, Iterator[_T]], key: Any, who: str
 ) -> _T:
-    """What comes next from a loader, pass after pass; the one that it is in is ``running[key]``."""
+    """The next item of a loader, pass after pass; ``running[key]`` is the iterator of this pass."""
     for _ in range(2):
         if key not in running:
             running[key] = iter(loader)
@@ -90,17 +89,17 @@ def _next_item(
 
 
 class Source:
-    """Micro-batches that are there: inputs, targets, and how many samples each has.
+    """The micro-batches of a mini-batch: inputs, targets, and numbers of samples.
 
-    If it is ``lazy``, one comes to light only when it is pulled. All else of a micro-batch is to be
-    asked for after that.
+    A ``lazy`` source reads a micro-batch when it is pulled. Everything else about a micro-batch is
+    known only after that.
 
     Attributes:
-        m: how many.
-        total: the number of samples in all of them, where it is known.
-        sizes: in each of them; 0 before one is pulled.
-        dimensions: the sizes of all other dimensions of the first one.
-        lock: the lock of those that are lazy; to be taken before the random generators.
+        m: the number of micro-batches.
+        total: the number of samples in all micro-batches; None if unknown.
+        sizes: the number of samples in each; 0 before the micro-batch is pulled.
+        dimensions: the sizes of all dimensions but the first, in micro-batch 0.
+        lock: of lazy sources; acquire it before the locks of random generators.
     """
 
     lazy = False
@@ -122,27 +121,27 @@ class Source:
         return input
 
     def inputs(self, i: int) -> list[Tensor]:
-        """The tensors in the input of a micro-batch that need a gradient."""
+        """The tensors in the input of a micro-batch that require grad."""
         return self._inputs[i] or []
 
     def target(self, i: int) -> Any:
-        """The target of a micro-batch. Called once for each."""
+        """Takes the target of a micro-batch, once for each."""
         return self._targets.pop(i)
 
     def peek_target(self, i: int) -> Any:
-        """What came with the input of a micro-batch: the target, as long as it is here."""
+        """The target of a micro-batch until :meth:`target` takes it, then None."""
         return self._targets.get(i)
 
     @property
     def targets(self) -> list[Any] | None:
-        """The targets of all micro-batches, before any was pulled; None where nobody knows them."""
+        """The targets of all micro-batches, before any is pulled; None if it is lazy."""
         return None if self.lazy else list(self._targets.values())
 
 
 class FromIterator(Source):
-    """Takes ``m`` micro-batches from an iterator, each only when the first stage is ready for it.
+    """Takes ``m`` micro-batches from an iterator, each when the first stage is ready for it.
 
-    ``where`` each has its target.
+    ``where`` locates the target of each, as in :func:`_pair_of`.
     """
 
     lazy = True
@@ -150,8 +149,8 @@ class FromIterator(Source):
     def __init__(self, iterator: Iterator[Any], m: int, where: Any, pack: _Pack) -> None:
         super().__init__([None] * m, [], [0] * m)
         self._iterator, self._target_key, self._pack = iterator, where, pack
-        self.lock = threading.Lock()  # of the replicas of the first stage
-        self._waiting: dict[int, Any] = {}  # what came to light, and was not pulled yet
+        self.lock = threading.Lock()  # replicas of the first stage share the iterator
+        self._waiting: dict[int, Any] = {}  # read, but not pulled yet
         self._next_index = 0
 
     def pull(self, i: int) -> Any:
@@ -164,8 +163,8 @@ class FromIterator(Source):
         if (pair := self._next_pair(f"micro-batch {i}")) is None:
             raise ValueError(
                 f"data_iter ended when asked for micro-batch {i} of {self.m} (chunks={self.m}). "
-                "No gradient of this call remains: .grad is what it was before. Give it a multiple "
-                "of chunks micro-batches, or start again each time by syncpipe.RepeatingLoader"
+                ".grad is what it was before this call. Give it a multiple of chunks "
+                "micro-batches, or repeat it by syncpipe.RepeatingLoader"
             )
         input, self.sizes[i] = unwrapped(self._pack(pair[0]))
         self._targets[i], _ = unwrapped(pair[1])
@@ -182,18 +181,18 @@ class FromIterator(Source):
         return _pair_of(item, self._target_key, f" for {what}")
 
 
-#: Of the loaders that are asked for one mini-batch in each step.
+#: loader -> its iterator, for loaders that give one mini-batch in each step.
 _running: WeakKeyDictionary[Any, Iterator[Any]] = WeakKeyDictionary()
 
 
 def source_of(
     input: Any, target: Any, data_iter: Any, chunks: int, device: torch.device, pack: _Pack
 ) -> Source:
-    """Where micro-batches come from, by what ``train_batch`` is given; inputs are on ``device``.
+    """The source for the arguments of ``train_batch``; inputs are on ``device``.
 
     Raises:
-        TypeError: ``data_iter`` is no iterator, or ``input`` is one.
-        ValueError: there is a mini-batch beside it, or neither.
+        TypeError: ``data_iter`` gives no micro-batches, or ``input`` is an iterator.
+        ValueError: both ``input`` and ``data_iter`` are given, or neither.
     """
     if data_iter is None:
         if input is None:
@@ -208,11 +207,11 @@ def source_of(
         check_input(input, device)
         return Source(*scatter_pair(input, target, chunks))
     if input is not None:
-        raise ValueError("data_iter gives the inputs, so there can be none beside it: give either")
+        raise ValueError("both input and data_iter are given, and data_iter gives inputs: drop one")
     if not (target is None or isinstance(target, str | int) or _is_function(target)):
         raise ValueError(
-            "data_iter gives the targets, too: target can only say where they are, by a key, an "
-            f"index or a function of what data_iter gives, and is {type(target).__name__}"
+            "data_iter gives the targets, too: with it target must be their key or index in an "
+            f"item, or a function of an item, not {type(target).__name__}"
         )
     if isinstance(data_iter, Iterator):
         if isinstance(data_iter, _BaseDataLoaderIter) and chunks > 1:
@@ -220,26 +219,26 @@ def source_of(
                 f"data_iter=iter(loader): each of its batches is one micro-batch, and chunks="
                 f"{chunks} of them make a step. If a batch is meant to be a whole mini-batch, give "
                 "the loader itself, data_iter=loader. If it is a micro-batch, give "
-                "iter(syncpipe.RepeatingLoader(loader)), and this warning goes",
+                "iter(syncpipe.RepeatingLoader(loader)) to silence this warning",
                 stacklevel=outside(),
             )
         return FromIterator(data_iter, chunks, target, pack)
     refuse_dataset(data_iter, "data_iter")
     if isinstance(data_iter, FunctionType | MethodType | partial):
         raise TypeError(
-            f"data_iter is a {type(data_iter).__name__}, and not what it returns: call it, once "
-            "for all steps, data_iter=f()"
+            f"data_iter is a {type(data_iter).__name__}: call it once for all steps, and give what "
+            "it returns, data_iter=f()"
         )
     if isinstance(data_iter, Tensor):
         raise TypeError(
-            f"data_iter is a tensor ({described(data_iter)}), and it must give micro-batches: a "
-            "mini-batch is given as the input"
+            f"data_iter is a tensor ({described(data_iter)}), and it must give micro-batches: give "
+            "a mini-batch as the input"
         )
     if not isinstance(data_iter, Iterable) or not hasattr(data_iter, "__weakref__"):
         raise TypeError(
-            f"data_iter must be an iterator, not {type(data_iter).__name__}: make "
-            "one by iter(...), once for all steps, or every step would start with the same "
-            "micro-batches; or give a DataLoader, which is asked for a mini-batch in each step"
+            f"data_iter must be an iterator, not {type(data_iter).__name__}: make one by "
+            "iter(...), once for all steps, or every step would start with the same micro-batches; "
+            "or give a DataLoader, which gives a mini-batch in each step"
         )
     try:
         item = _next_item(data_iter, _running, data_iter, "data_iter")
@@ -247,8 +246,8 @@ def source_of(
         annotate(error, "in data_iter, when asked for a mini-batch")
         raise
     input, target = _pair_of(item, target, "")
-    there = map_tensors(lambda tensors: [moved(tensor, device) for tensor in tensors], input)
-    return Source(*scatter_pair(pack(there), target, chunks))
+    input = map_tensors(lambda tensors: [moved(tensor, device) for tensor in tensors], input)
+    return Source(*scatter_pair(pack(input), target, chunks))
 
 
 def _is_function(target: Any) -> bool:
@@ -256,10 +255,10 @@ def _is_function(target: Any) -> bool:
 
 
 def _pair_of(item: Any, where: Any, at: str) -> tuple[Any, Any]:
-    """Input and target, of what ``data_iter`` gave: a pair, a longer tuple, or a dict.
+    """Input and target of an item of ``data_iter``: a pair, a longer tuple, or a dict.
 
-    ``where`` is the key, the index, or a function of the item, of the target; None for the last of
-    a tuple, and for a dict without one. ``at`` says in words for which micro-batch.
+    ``where`` is the key or index of the target, or a function of the item that returns it. None:
+    the last of a tuple; a dict then has no target. ``at`` names the micro-batch in messages.
     """
     if callable(where) or isinstance(item, Mapping):
         if isinstance(where, str | int) and where not in item:
@@ -269,9 +268,9 @@ def _pair_of(item: Any, where: Any, at: str) -> tuple[Any, Any]:
     length = f" of {len(item)}" if isinstance(item, tuple | list) else ""
     if not isinstance(item, tuple | list) or len(item) < 2:
         raise TypeError(
-            f"data_iter gave {type(item).__name__}{length}{at}; it gives pairs (input, target), "
-            "with None for a target that there is not, longer tuples with the target at their "
-            "end, or dicts with target= as its key"
+            f"data_iter gave {type(item).__name__}{length}{at}: it must give pairs (input, "
+            "target), with None for no target, longer tuples that end in the target, or dicts with "
+            "target= as its key"
         )
     index = -1 if where is None else where
     if not isinstance(index, int) or not -len(item) <= index < len(item):
@@ -282,15 +281,15 @@ def _pair_of(item: Any, where: Any, at: str) -> tuple[Any, Any]:
 
 
 def input_and_target(input: Any, target: Any) -> tuple[Any, Any]:
-    """A mini-batch and its target, which may be a key of it, or a function of it."""
+    """A mini-batch and its target; ``target`` may be a key of the input, or a function of it."""
     if _is_function(target):
         return input, target(input)
     if not isinstance(target, str) or isinstance(input, Tensor):
         return input, target
     if not isinstance(input, Mapping):
         raise TypeError(
-            f"target={target!r} is a key, and the input is a {type(input).__name__}, which has "
-            "none: give the target itself, or a function of the input that returns it"
+            f"target={target!r} is a key, and the input is a {type(input).__name__}, which has no "
+            "keys: give the target itself, or a function of the input that returns it"
         )
     if target not in input:
         keys = ", ".join(map(repr, input))

@@ -146,7 +146,7 @@ AUTO = r"pipe\.trace\(\).*schedules\.auto\("
         (call("train_stream", [X], optimizer=torch.optim.SGD, loss_fn=None), TypeError,
          r"missing: write train_stream\(data_iter, optimizer=\.\.\., loss_fn="),
         (call("train_batch", data_iter=lambda: iter([]), loss_fn=F.cross_entropy), TypeError,
-         "data_iter is a function, and not what it returns: call it"),
+         "data_iter is a function: call it once for all steps, and give"),
         (call("train_batch", data_iter=X, loss_fn=F.cross_entropy), TypeError,
          r"data_iter is a tensor \(float32\[8, 3\]\)"),
         (lambda: syncpipe.verify(a_pipe(), DataLoader(TensorDataset(X)), loss_fn=F.cross_entropy),
