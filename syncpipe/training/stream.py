@@ -1,18 +1,18 @@
 """Training without a flush: ``pipe.train_stream(...)``.
 
-The task is that of ``train_batch`` for as many micro-batches as there are, with other weights. The
-parameters themselves are always the newest version; the optimizer knows nothing else. A cell
-computes with leaves of its version, which are put in the parameters' places while it runs. They are
-made of the very memory of the parameters, as long as these stay as they are::
+The task is that of ``train_batch``, for an unknown number of micro-batches and several versions of
+the weights. The parameters are always the newest version, which the optimizer updates. A cell
+computes with leaves of its version, which replace the parameters while the cell runs. Such a leaf
+shares memory with its parameter until the next update::
 
     weight (version 2) ---- memory ---- leaf of version 2         cells 4, 5 are in flight
 
     weight (version 3) ---- a copy of it, then updated in place
-                            memory ---- leaf of version 2         until cells 4, 5 have gone back
+                            memory ---- leaf of version 2         until cells 4, 5 ran backward
 
-So a version costs memory only if cells need it after the next one is there. A stage that never
-needs an old one, as the last, computes with the parameters themselves, unless they are views of a
-flat buffer: others' updates count as theirs.
+So a version costs memory only if cells need it after the next update. A stage that never needs an
+old version, for example the last one, computes with the parameters themselves, unless these are
+views of a flat buffer, whose version counter changes with the updates of other parameters.
 """
 
 from __future__ import annotations
@@ -57,23 +57,22 @@ from syncpipe.training.sources import FromIterator, Source
 from syncpipe.training.train import Message, TrainingTask, check_can_train
 
 _UNBOUNDED = 1 << 62  #: more micro-batches than there will ever be
-_END: Any = object()  #: stands for a micro-batch that there is not, and ends the stream
-#: Makes the optimizer of a stage.
+_END: Any = object()  #: sentinel in place of a micro-batch: the end of the stream
+#: Makes the optimizer of a stage, from its parameters.
 OptimizerFactory = Callable[[list[nn.Parameter]], Optimizer]
 
 
 @dataclass(frozen=True)
 class Streamed:
-    """What ``Pipe.train_stream`` returns.
+    """The result of ``Pipe.train_stream``.
 
     Attributes:
-        losses: of each mini-batch, shape ``[steps]``, detached, on the last device.
-        metrics: for each mini-batch a dict of what the loss function returned beside its loss, or
-            None.
-        optimizers: for each stage its optimizer, None where nothing is trained: to go on with.
-        versions: for each micro-batch (that is each mini-batch, but for ``"2bw"``) and each stage
-            the version of the weights that was used there and back: the number of updates before.
-        kept: for each stage the largest number of versions of its weights that it held at a time.
+        losses: the loss of each mini-batch, shape ``[steps]``, detached, on the last device.
+        metrics: for each mini-batch the dict of metrics from the loss function, or None.
+        optimizers: for each stage its optimizer, to pass to the next call; None if it is frozen.
+        versions: for each micro-batch (a mini-batch, except for ``"2bw"``) and each stage the
+            version of the weights in its forward and backward: the number of updates before.
+        kept: for each stage the largest number of versions that it held at a time.
     """
 
     losses: Tensor
@@ -92,17 +91,18 @@ def stream(
     loss = known_loss(loss_fn, loss_reduction, weight)
     n, replicas = pipeline.n, list(map(len, pipeline.replica_indices))
     if versions != "2bw":
-        chunks = 1  # a mini-batch goes through in one piece
+        chunks = 1  # a mini-batch is one micro-batch
     elif chunks < n:
         raise ValueError(
-            f"versions='2bw' with chunks={chunks} and {n} stages: two versions of the weights are "
-            f"enough only for at least as many micro-batches as stages. Set pipe.chunks to {n} or "
-            "more, or use versions='stashing'"
+            f"versions='2bw' with chunks={chunks} and {n} stages: two versions of the weights need "
+            f"at least as many micro-batches as stages. Set pipe.chunks to {n} or more, or use "
+            "versions='stashing'"
         )
     with pipeline.training:
         _check(pipeline, checkpoint, versions)
         optimizers = _optimizers(pipeline, optimizer)
-        # The last stage goes back at once with every micro-batch, as others only with the last one.
+        # "except_last" is for the micro-batch whose backward follows at once: on the last stage,
+        # every micro-batch.
         *others, last = checkpoint
         checkpoint = [*others, "never" if last == "except_last" else last]
         source = _MiniBatches(iterator, chunks, steps, target, pack, loss, max(replicas))
@@ -122,7 +122,7 @@ def stream(
 
         def run() -> None:
             pipeline.streaming = n > 1
-            if n > 1:  # casts of all stages go with an update of one, in the middle of a cell
+            if n > 1:  # the update of one stage would clear casts that cells of others use
                 torch.set_autocast_cache_enabled(False)
             call = Call(pipeline, _UNBOUNDED, checkpoint=checkpoint, **running)
             if call.replicas is not None:
@@ -176,39 +176,35 @@ def stream(
 
 
 def _check(pipeline: Pipeline, checkpoint: Sequence[StageMode], versions: Versions) -> None:
-    """Refuses what has no meaning without a flush, or none yet.
-
-    Raises:
-        ValueError: with the way out.
-    """
+    """Raises ValueError for pipes and options that train_stream does not support."""
     n, replicas = pipeline.n, list(map(len, pipeline.replica_indices))
     if len(pipeline.stages) > n and versions != "stashing":
         raise ValueError(
             f"versions={versions!r} of a pipe with replicas={replicas}: stages with more replicas "
-            "update less often, so there is no version of the whole model. Use "
-            "versions='stashing', or give each stage one device"
+            "update less often, so no version of the whole model exists. Use versions='stashing', "
+            "or give each stage one device"
         )
     if 1 < len(pipeline.workers) < len(pipeline.stages):
         raise ValueError(
             f"train_stream of {n} stages with replicas={replicas} on {len(pipeline.workers)} "
             "devices: give each stage, and each replica, a device of its own (or all of them one), "
-            "or choose a balance with as many stages"
+            "or choose a balance with as many stages as devices"
         )
     if ties := pipeline.shared.find():
         raise ValueError(
-            f"{ties[0]} are one tensor, and stages {list(ties[0].stages)} have it: in train_stream "
-            "each of them would compute with another version. Choose a balance that puts these "
-            "layers into one stage, untie them, or use train_batch"
+            f"{ties[0]} are one tensor in stages {list(ties[0].stages)}, and in train_stream each "
+            "of these would compute with another version. Choose a balance that puts these layers "
+            "into one stage, untie them, or use train_batch"
         )
     if any(stage.defers for stage in pipeline.stages):
         raise ValueError(
-            "deferred_batch_norm=True moves running statistics when a mini-batch is through, and "
+            "deferred_batch_norm=True updates running statistics at the end of a mini-batch, and "
             "in train_stream the next one has begun by then: make the Pipe without it"
         )
     if "offload" in checkpoint:
         raise ValueError(
-            "checkpoint='offload' fetches activations in the order of a mini-batch, and "
-            "train_stream has no end to count from: use 'always' or 'never'"
+            "checkpoint='offload' fetches activations in the order of a mini-batch of known size, "
+            "which train_stream does not have: use 'always' or 'never'"
         )
     stages = pipeline.stages[:n]
     several = [stage for stage in stages if versions_kept(stage.j, replicas, versions) > 1]
@@ -217,30 +213,30 @@ def _check(pipeline: Pipeline, checkpoint: Sequence[StageMode], versions: Versio
         if script and stage in several:
             raise ValueError(
                 f"stage {stage.j} has a layer in TorchScript, which computes with its own tensors "
-                "only, and several versions of its weights: leave it as it is, or put it into a "
+                "only, and several versions of its weights: use the plain layer, or put it into a "
                 "stage that has one version (the last one, with versions='stashing')"
             )
         if any(is_lazy(p) for p in stage.partition.parameters()):
             raise ValueError(
-                f"stage {stage.j} has parameters without values, and its optimizer is made before "
-                "the first mini-batch: run the plain model once before it is made a Pipe"
+                f"stage {stage.j} has lazy parameters, and its optimizer is made before the first "
+                "mini-batch: run the plain model once before making a Pipe of it"
             )
     moves = {id(parameter) for stage in several for parameter in _trained(stage.partition)}
     for a, b in overlapping([stage.partition for stage in stages]):
         if moves & {id(a.tensor), id(b.tensor)}:
             raise ValueError(
-                f"{a} and {b} are two tensors that have memory in common, which versions of them "
-                "would not: make them one parameter (a.weight = b.weight), or copies of their own"
+                f"{a} and {b} are two tensors that share memory, and versions of them would not: "
+                "make them one parameter (a.weight = b.weight), or give each its own copy"
             )
 
 
 def _optimizers(
     pipeline: Pipeline, optimizer: OptimizerFactory | Sequence[Optimizer | None]
 ) -> list[Optimizer | None]:
-    """For each stage its optimizer.
+    """The optimizer of each stage.
 
     Raises:
-        TypeError, ValueError: ``optimizer`` makes none, or they are not those of the stages.
+        TypeError, ValueError: ``optimizer`` makes no optimizers, or not for the stages' parameters.
     """
     parameters = [_trained(stage.partition) for stage in pipeline.stages[: pipeline.n]]
     if not any(parameters):
@@ -251,9 +247,9 @@ def _optimizers(
     elif isinstance(optimizer, Optimizer) or not callable(optimizer):
         raise TypeError(
             f"optimizer={type(optimizer).__name__}: each stage updates its weights by itself, so "
-            "give a function that makes an optimizer of a list of parameters, such as "
-            "lambda parameters: torch.optim.SGD(parameters, lr=0.1), or the optimizers that an "
-            "earlier call returned"
+            "give a function that makes an optimizer from a list of parameters, for example lambda "
+            "parameters: torch.optim.SGD(parameters, lr=0.1), or the optimizers that an earlier "
+            "call returned"
         )
     else:
         for j, own in enumerate(parameters):
@@ -265,7 +261,7 @@ def _optimizers(
     if len(found) != pipeline.n:
         raise ValueError(
             f"optimizer has {len(found)} optimizers, but there are {pipeline.n} stages: give one "
-            "for each, None where nothing is trained"
+            "for each, None for a frozen stage"
         )
     for j, (each, own) in enumerate(zip(found, parameters, strict=True)):
         if not isinstance(each, Optimizer) and (each is not None or own):
@@ -276,32 +272,32 @@ def _optimizers(
         step = None if each is None else signature(each.step).parameters.get("closure")
         if step is not None and step.default is step.empty:
             raise TypeError(
-                f"optimizer of stage {j} is {type(each).__name__}, whose step computes the loss "
-                "of a mini-batch several times (closure), and in train_stream each goes through "
-                "the stages once: use one whose step() needs none, such as SGD or Adam"
+                f"optimizer of stage {j} is {type(each).__name__}, whose step needs a closure that "
+                "computes the loss, and train_stream runs each mini-batch once: use an optimizer "
+                "without a closure, for example SGD or Adam"
             )
         groups = [] if each is None else each.param_groups
-        there = {id(p) for group in groups for p in group["params"]}
-        if strange := len(there ^ set(map(id, own))):
+        optimized = {id(p) for group in groups for p in group["params"]}
+        if differing := len(optimized ^ set(map(id, own))):
             raise ValueError(
                 f"the optimizer of stage {j} is not for the {len(own)} parameters that are trained "
-                f"there: {strange} are its only, or the stage's only. Freeze what is not to be "
-                "trained; after the balance has changed make new optimizers, by a function"
+                f"there: {differing} are in one of the two only. Freeze parameters that are not to "
+                "be trained; after a change of the balance give a function, for new optimizers"
             )
     return found
 
 
 class _StageWeights:
-    """The weights of one stage. Used by its worker, and before and after that by the caller.
+    """The versions of the weights of one stage. Used by one thread at a time: worker or caller.
 
-    At most ``most`` versions are held. ``rule`` tells for each micro-batch the version that it
-    uses; None: the newest when it comes. Micro-batches come to ``every`` replica in turn.
+    At most ``most`` versions are held. ``rule`` returns the version for a micro-batch; None: the
+    newest at its forward. Micro-batches go to the ``every`` replicas of the stage in turn.
 
     Attributes:
-        parameters: those that are trained.
-        leaves: all that cells may use in their places, for each of as many versions as are held;
-            none if cells compute with the parameters.
-        used: for each micro-batch that came the version that it used.
+        parameters: the trained ones.
+        leaves: for each version that can be held, the leaves that replace the parameters; empty if
+            cells compute with the parameters.
+        used: for each micro-batch so far the version that it used.
         updates: the number of updates so far, which is the newest version.
         kept: the largest number of versions that were held at a time.
     """
@@ -318,8 +314,8 @@ class _StageWeights:
         self._markers: list[Any] = []
         self._swaps: list[tuple[StageRun, dict[int, list[Swap]]]] = []
         self._memory = [parameter.data for parameter in self.parameters]
-        self._free: list[list[Tensor]] = []  # memory of versions that are over
-        #: Frozen ones that are parts of a larger memory, whose versions others count, too.
+        self._free: list[list[Tensor]] = []  # memory of released versions
+        #: Frozen parameters in a flat buffer, whose version counter others change.
         self._fixed = [
             p for p in stage.partition.parameters() if not p.requires_grad and is_part(p)
         ]
@@ -329,7 +325,7 @@ class _StageWeights:
         held = most if (most > 1 and self.parameters) or flat else 0
         self.leaves = [list(map(_leaf, self.parameters)) for _ in range(held)]
         self._unused = list(self.leaves)
-        #: Versions that are held, oldest first: the number, the leaves, and their marks.
+        #: Held versions, oldest first: the number, the leaves, and their write markers.
         self._held: deque[tuple[int, list[Tensor], list[Any]]] = deque()
         if self.leaves:
             self._hold()
@@ -342,12 +338,12 @@ class _StageWeights:
         return [dict(each) if isinstance(each, dict) else each for each in states]
 
     def enter(self, i: int) -> None:
-        """Call before micro-batch ``i``, the next one, goes forward."""
+        """Chooses the version of micro-batch ``i``, the next one; call before its forward."""
         self.used.append(self.updates if self._rule is None else self._rule(i))
         self.use(i)
 
     def use(self, i: int) -> None:
-        """Call before anything else is done for micro-batch ``i``."""
+        """Switches to the version of micro-batch ``i``; call before every other action for it."""
         if self.leaves:
             version = self.used[i // self._every]
             _, self._current, self._markers = self._held[version - self._held[0][0]]
@@ -355,7 +351,7 @@ class _StageWeights:
                 run.swaps = swaps[id(self._current)]
 
     def use_versions(self, run: StageRun) -> None:
-        """Lets the cells of the stage compute with the version in use."""
+        """Makes the cells of a stage compute with the version in use."""
         for each in run.all:
             swaps: dict[int, list[Swap]] = {}
             for leaves in self.leaves:
@@ -368,32 +364,31 @@ class _StageWeights:
     def gradients(
         self, i: int, others: Sequence[Sequence[Tensor | None] | None] = ()
     ) -> list[Tensor]:
-        """Gives parameters their gradients: the mean of those here and of other replicas.
+        """Sets ``.grad`` of the parameters to the mean over this replica and ``others``.
 
-        These are None of a replica that had no mini-batch. Micro-batch ``i`` would be the first of
-        the next mini-batch, or, of several replicas, the one that would come here next. It returns
-        new memory, if the parameters were moved there.
+        An item of ``others`` is None if its replica had no mini-batch. ``i`` is the next
+        micro-batch of this replica. Returns new memory, if the parameters were moved into it.
         """
         if not (self.leaves or others):
             return []
-        there = [self.pop_grads(), *[grads for grads in others if grads is not None]]
+        replicas = [self.pop_grads(), *[grads for grads in others if grads is not None]]
         means: list[Tensor | None] = []
-        for grads in zip(*there, strict=True):
-            found = [grad for grad in grads if grad is not None]  # else it is not used there
+        for grads in zip(*replicas, strict=True):
+            found = [grad for grad in grads if grad is not None]  # None: not used there
             mean: Any = sum(found[1:], found[0]) if found else None
-            means.append(mean / len(there) if found and len(there) > 1 else mean)
+            means.append(mean / len(replicas) if found and len(replicas) > 1 else mean)
         made = self._release_old_versions(i)
         _set_grads(self.parameters, means)
         return made
 
     def pop_grads(self) -> list[Tensor | None]:
-        """The gradients of the version in use, which then has none."""
+        """Takes the gradients from the version in use."""
         if self.leaves and self._markers != list(map(_write_marker, self._current)):
             raise RuntimeError(
-                "a layer changed a parameter in its forward, in place (as an embedding with "
-                "max_norm does) or by its data, and train_stream has several versions of it, of "
-                "which only one would have changed: give the layer a stage that has one version "
-                "(the last one, with versions='stashing'), or use train_batch"
+                "a layer modified a parameter in its forward, in place (as an embedding with "
+                "max_norm does) or through .data, and of the several versions in train_stream only "
+                "one would change: put the layer into a stage that has one version (the last one, "
+                "with versions='stashing'), or use train_batch"
             )
         leaves = self._current if self.leaves else self.parameters
         grads = [leaf.grad for leaf in leaves]
@@ -402,9 +397,10 @@ class _StageWeights:
         return grads
 
     def _release_old_versions(self, i: int) -> list[Tensor]:
-        """Moves the parameters, if others still need the newest version as it is; to where.
+        """Releases versions that no micro-batch from ``i`` on needs; call before an update.
 
-        Lets go of versions that nobody needs from micro-batch ``i`` on, after an update.
+        Moves the parameters to other memory if the newest version is still needed. Returns that
+        memory if it is new.
         """
         if i // self._every < len(self.used):
             oldest = self.used[i // self._every]
@@ -413,7 +409,7 @@ class _StageWeights:
         while self._held and self._held[0][0] < oldest:
             version, leaves, _ = self._held.popleft()
             self._unused.append(leaves)
-            if version < self.updates:  # else the parameters are there
+            if version < self.updates:  # else it is the memory of the parameters
                 self._free.append([leaf.data for leaf in leaves])
         made: list[Tensor] = []
         if self._held:
@@ -426,7 +422,7 @@ class _StageWeights:
 
     @torch.no_grad()
     def follow(self, i: int, newest: Sequence[Tensor]) -> list[Tensor]:
-        """Makes the next version what the owner's is; otherwise as :meth:`gradients`."""
+        """Copies the next version from the owner; otherwise as :meth:`gradients`."""
         made = self._release_old_versions(i)
         for parameter, value in zip(self.parameters, newest, strict=True):
             parameter.copy_(value)
@@ -450,7 +446,7 @@ class _StageWeights:
         self.kept = max(self.kept, len(self._held))
 
     def undo(self) -> Iterator[Any]:
-        """What puts the newest weights where they were when it began; for ``run_and_undo``."""
+        """Steps that put the newest weights into the memory they began in, for ``run_and_undo``."""
         moved = self.parameters if self.leaves else []
         return chain(
             map(Tensor.copy_, self._memory, moved),
@@ -464,45 +460,45 @@ def _trained(partition: nn.Module) -> list[nn.Parameter]:
 
 
 def _leaf(parameter: nn.Parameter) -> Tensor:
-    """Of the same memory; not by ``detach()``, which would have the same version counter."""
+    """A leaf with the same memory; ``detach()`` would share the version counter."""
     return substitute(parameter, parameter.data)
 
 
 def _write_marker(leaf: Tensor) -> tuple[int, int]:
-    """Changes when a layer writes into it, or assigns to its ``data``."""
+    """A value that changes with each write into a leaf, or to its ``data``."""
     return version_of(leaf), storage_of(leaf)
 
 
 def _set_grads(parameters: Sequence[nn.Parameter], grads: Sequence[Tensor | None]) -> None:
-    """Gives parameters their gradients, by way of hooks if they have any."""
+    """Sets ``.grad`` of parameters, and runs their hooks."""
     hooked: list[tuple[nn.Parameter, Tensor]] = []
     for parameter, grad in zip(parameters, grads, strict=True):
-        if grad is None or not parameter.requires_grad:  # a hook of the user's froze it
+        if grad is None or not parameter.requires_grad:  # frozen by a hook
             continue
         if parameter._backward_hooks or parameter._post_accumulate_grad_hooks:
             hooked.append((parameter, grad))
         else:
             parameter.grad = grad
-    if hooked:  # in one backward, for hooks of several
+    if hooked:  # in one backward, for hooks on several tensors
         go_back([get_gradient_edge(p) for p, _ in hooked], [grad for _, grad in hooked])
 
 
-_BLOCK_SIZE = 1000  #: losses that become one tensor
+_BLOCK_SIZE = 1000  #: losses stacked into one tensor
 
 
 class _MiniBatches(FromIterator):
-    """Takes mini-batches from an iterator, each only when the first stage is ready for it.
+    """Takes mini-batches from an iterator, each when the first stage is ready for it.
 
-    Each is cut into ``chunks`` micro-batches, and has an objective of its own. As an objective of
-    the stream it is used by the workers of the last stage under a lock.
+    Each is cut into ``chunks`` micro-batches and has its own ``Objective``. This class is the
+    objective of the stream, which the workers of the last stage use under a lock.
 
     Attributes:
-        extent: how many micro-batches there are.
-        results: by mini-batch the loss, detached, and the metrics, or None; of the last ones.
-        metrics: those of the mini-batches before.
+        extent: the number of micro-batches, as far as it is known.
+        results: mini-batch -> its detached loss and its metrics, or None; of the latest ones.
+        metrics: the metrics of the mini-batches before these.
     """
 
-    known_weights = None  # each objective knows its own weights
+    known_weights = None  # each Objective has its own
 
     def __init__(
         self, iterator: Iterator[Any], chunks: int, steps: int | None, where: Any, pack: Any,
@@ -514,30 +510,30 @@ class _MiniBatches(FromIterator):
         self._most = math.inf if steps is None else (steps - 1) * chunks
         self.results: dict[int, tuple[Tensor, dict[str, Any] | None]] = {}
         self.metrics: list[dict[str, Any] | None] = []
-        #: The losses of the mini-batches before: a tensor takes half a kilobyte more than a number.
+        #: The losses before these, stacked: a tensor takes half a kilobyte more than its number.
         self._blocks: list[Tensor] = []
-        self._one_worker = replicas == 1  # one worker makes all losses, in turn
-        self._objectives: dict[int, Objective] = {}  # of those that came, and are not through yet
+        self._one_worker = replicas == 1  # which computes all losses, in order
+        self._objectives: dict[int, Objective] = {}  # of mini-batches in flight
         self._noted: dict[int, tuple[Any, ...]] = {}
 
     def has(self, i: int) -> bool:
-        """Whether there is a micro-batch ``i``; to be asked once for each, in any order."""
+        """Whether micro-batch ``i`` exists; call once for each, in any order."""
         while self._next_index <= min(i, self.extent.backwards - 1):
             self._fetch_mini_batch(self._next_index)
         return i < self.extent.backwards
 
     def _fetch_mini_batch(self, i: int) -> None:
-        """Takes the mini-batch that begins with micro-batch ``i``; or the stream ends there."""
+        """Takes the mini-batch that begins with micro-batch ``i``, or ends the stream."""
         batch = i // self.chunks
         taken = self._cut(batch)
         m = 0 if taken is None else taken.m
-        if m < self.chunks:  # the end, or a last mini-batch that has fewer samples
+        if m < self.chunks:  # the end, or a smaller last mini-batch
             self.extent.end(i + m)
         if 0 < m < self.chunks and i < self._most and self._cut(batch + 1) is not None:
             raise ValueError(
                 f"mini-batch {batch} gave {m} micro-batches, and is not the last one, but "
-                f"versions='2bw' updates the weights after chunks={self.chunks} of them: use "
-                "another batch size or number of chunks, or DataLoader(..., drop_last=True)"
+                f"versions='2bw' updates the weights after chunks={self.chunks} of them: change "
+                "the batch size or chunks, or use DataLoader(..., drop_last=True)"
             )
         if taken is not None:
             for k in range(m):
@@ -550,8 +546,8 @@ class _MiniBatches(FromIterator):
             return None
         if any(tensor.requires_grad for tensor in tensors_in(pair)):
             raise ValueError(
-                f"mini-batch {batch} has a tensor that requires grad, but train_stream gives no "
-                "gradients to what its inputs were made of: detach() it"
+                f"mini-batch {batch} has a tensor that requires grad, but train_stream returns no "
+                "gradients of its inputs: detach() it"
             )
         cut = Source(*scatter_pair(self._pack(pair[0]), pair[1], self.chunks))
         objective = self._objectives[batch] = Objective(self._loss, cut)
@@ -564,22 +560,22 @@ class _MiniBatches(FromIterator):
         return self._waiting.pop(i)
 
     def root_and_gradient(self, i: int, *args: Any) -> tuple[Tensor, float]:
-        """As that of an ``Objective``, for micro-batch ``i`` of the stream."""
+        """As of an ``Objective``, for micro-batch ``i`` of the stream."""
         batch, k = divmod(i, self.chunks)
         objective = self._objectives[batch]
         root = objective.root_and_gradient(k, *args)
         if not root[0].requires_grad:
             raise RuntimeError(
                 "the loss does not require grad, so there is nothing to train: loss_fn detaches "
-                "what it is given, or does not use it"
+                "its arguments, or does not use them"
             )
         last = k == objective.m - 1
         late = objective.returns_weights or (last and objective.factor() is not None)
         if late and self.chunks > 1:
             raise ValueError(
-                "the weights of all micro-batches are needed before the first of them runs "
-                "backward, but they come with the losses: give train_stream weight=, a function of "
-                "the target, and let loss_fn return the loss alone, not (loss, weight)"
+                "the weights of all micro-batches are needed before the first one runs backward, "
+                "but loss_fn returns them with the losses: give train_stream weight=, a function "
+                "of the target, and let loss_fn return the loss alone, not (loss, weight)"
             )
         self._noted[i] = objective.records(k)
         if last:
@@ -598,12 +594,12 @@ class _MiniBatches(FromIterator):
         return [*self._blocks, *[loss for loss, _ in found]]
 
     def records(self, i: int) -> tuple[Any, ...]:
-        """What was noted of a micro-batch, with which the caller goes on; to be asked once."""
+        """The tensors of a micro-batch that the caller will use; call once for each."""
         return self._noted.pop(i)
 
 
 class _StreamLeaves(Accumulated):
-    """What cells may add gradients to: what they compute with, and nothing else."""
+    """The leaves of all versions; cells may add gradients to no others."""
 
     def __init__(self, call: Call, weights: Sequence[_StageWeights]) -> None:
         versions: list[Any] = [each.leaves or [each.parameters] for each in weights]
@@ -612,11 +608,10 @@ class _StreamLeaves(Accumulated):
 
     def adopt(self, j: int, new: list[Tensor]) -> None:
         raise RuntimeError(
-            f"{described(new[0])}, which requires grad, is used by stage {j} or by loss_fn, "
-            "but is none of the parameters that a layer of that stage computes with: no "
-            "optimizer of train_stream would update it with the stage. Make it a parameter of "
-            "a layer there, that the layer finds by its name (not through a list, a dict or a "
-            "closure), or detach() it"
+            f"{described(new[0])}, which requires grad, is used by stage {j} or by loss_fn, but is "
+            "no parameter of a layer of that stage, so no optimizer of train_stream would update "
+            "it. Make it a parameter of a layer there, which the layer uses as its attribute (not "
+            "through a list, a dict or a closure), or detach() it"
         )
 
 
@@ -654,7 +649,7 @@ class _StreamTask(TrainingTask):
             return self._stream.has(i)
 
     def _reduce(self, j: int, i: int, messages: list[Message]) -> list[Message]:
-        """Sends the gradients of a replica to the owner; None where it had no mini-batch."""
+        """Sends the gradients of a replica to the owner; None if it had no mini-batch."""
         grads = self._weights[j].pop_grads() if i < self._stream.extent.backwards else None
         return [self._message_to(j, self._pipeline.stages[j].j, grads)]
 
@@ -669,7 +664,7 @@ class _StreamTask(TrainingTask):
         try:
             if j == owner:
                 streams = self.call.streams_of[j]
-                streams.wait_for(streams)  # until the weights have left for other replicas
+                streams.wait_for(streams)  # until the weights are copied to other replicas
                 self.call.release_to_caller(j, weights.gradients(following, given))
                 weights.update()
             else:
@@ -680,7 +675,7 @@ class _StreamTask(TrainingTask):
         for run in self.call.runs[j].all:
             if run.modules is not None:
                 run.modules.note_versions()
-        if self.call.state.nested:  # casts of the weights as they were
+        if self.call.state.nested:  # its casts are of the old weights
             torch.clear_autocast_cache()
         self._leaves.expect_first_grads(j)
         newest = [parameter.detach() for parameter in weights.parameters]

@@ -157,7 +157,7 @@ ARGUMENTS = [
 #: Pipes that have no meaning without a flush, and layers that versions would get wrong.
 PIPES = [
     (partial(watched, "tied"), {}, ValueError, "are one tensor"),
-    (partial(watched, "weight"), {}, ValueError, "memory in common"),
+    (partial(watched, "weight"), {}, ValueError, "share memory"),
     *((partial(watched, kind), {}, ValueError, r"'0\.w.*\(stage 0\).*'[01]\.watched'.*common")
       for kind in ("buffer", "frozen", "elsewhere")),
     (lambda: Pipe(mlp(), [2, 2, 3], devices=["cpu:0", "cpu:1", "cpu:0"]), {}, ValueError,
@@ -171,13 +171,13 @@ PIPES = [
      "deferred_batch_norm"),
     (partial(three_and_four, checkpoint="offload"), {}, ValueError, "offload"),
     (lambda: two(torch.jit.script(nn.Linear(8, 8))), {}, ValueError, "TorchScript"),
-    (lambda: two(nn.LazyLinear(8)), {}, ValueError, "parameters without values"),
+    (lambda: two(nn.LazyLinear(8)), {}, ValueError, "has lazy parameters"),
     (lambda: three_and_four(mlp().requires_grad_(False)), {}, ValueError,
      "all parameters .* frozen"),
     (lambda: pipe_of(chunks=3), {"versions": "2bw"}, ValueError, "chunks=3 and 4 stages"),
     (lambda: two(Clamps(8, 8)), {}, RuntimeError, "by its data"),
     (lambda: two(nn.Embedding(9, 8, max_norm=0.1), checkpoint="never"), {"data": words()},
-     RuntimeError, "a layer changed a parameter"),
+     RuntimeError, "a layer modified a parameter"),
 ]  # fmt: skip
 
 
