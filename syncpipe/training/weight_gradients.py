@@ -1,18 +1,18 @@
 """The backward of one cell in two halves, for zero-bubble schedules.
 
-    input half    gy --> [the cell's autograd backward, but for some products] --> gx
-    weight half   (x, gy) --> weight.grad                  no graph, nobody waits for it
+    input half    gy --> [the cell's autograd backward, without some products] --> gx
+    weight half   (x, gy) --> weight.grad                  no graph, no other stage waits for it
 
-The input half runs the true graph. Only where a matrix product or a convolution meets a weight that
-is an ordinary leaf, used once, autograd is not asked for the gradient of that leaf: the one product
-that nothing else in backward depends on. A hook of its node puts the factors (x, gy) aside. All
-other operations do their whole backward in the input half. So every module is right by
-construction, its forward is PyTorch's own, and what splits is a matter of speed.
+The input half runs autograd's graph. It leaves out one kind of gradient: of a weight that is an
+ordinary leaf and is used once, in a matrix product or a convolution. Nothing else in backward
+depends on that product, so a hook of its node stores the factors (x, gy). All other operations run
+their full backward in the input half. So results are correct for every module, and only the speed
+depends on what can be split.
 
     y = x @ w.t()       AddmmBackward0 --> TBackward0 --> AccumulateGrad (w)
-                          |   hook: (x, gy)      not run, for nobody asks for w
+                          |   hook: (x, gy)      not run, because w is no input of this backward
                           v
-                         ...                     run as ever
+                         ...                     run as usual
 """
 
 from __future__ import annotations
@@ -30,17 +30,16 @@ from syncpipe.runtime import offload
 from syncpipe.runtime.graph import AccumulateGrad, go_back, nodes_of
 from syncpipe.runtime.streams import DeviceStreams
 
-#: A node whose weight half is put off, its product and settings, its paths to the two leaves.
+#: A node with a deferred weight half, its product and settings, its paths to weight and bias.
 _Node = tuple[Any, Any, Any, Sequence[Any], Sequence[Any]]
 
 
 class WeightGradients:
-    """The weight gradients of one cell, put off from its input half to its weight half.
+    """The weight gradients of one cell, deferred from its input half to its weight half.
 
-    Together the halves leave the gradients that one whole backward leaves, to the last bit where
-    ``.grad`` was ``None`` before. To a gradient that exists already a linear layer adds its product
-    in one fused operation, which rounds once less. ``ordinary``, by identity of a leaf what
-    :meth:`_is_ordinary` says, is shared by the cells of one stage in one call.
+    Both halves together give the gradients of one backward, bit for bit if ``.grad`` was ``None``.
+    A linear layer adds its product to an existing gradient in one fused operation, which rounds
+    once less. ``ordinary`` caches :meth:`_is_ordinary`, by id of a leaf, for all cells of a stage.
     """
 
     def __init__(
@@ -48,22 +47,22 @@ class WeightGradients:
     ) -> None:
         self._streams = streams
         self._ordinary: dict[int, bool] = {} if ordinary is None else ordinary
-        #: What is put aside: adds to gradients.
+        #: Each adds one product to gradients.
         self.pending: deque[Callable[[], None]] = deque()
         self._nodes: list[_Node] = []
 
     def go_back(self, roots: Sequence[Any], grads: Sequence[Any]) -> None:
-        """The input half: as ``runtime.graph.go_back``, and puts weight halves aside."""
+        """The input half: as ``runtime.graph.go_back``, and defers weight gradients."""
         ends = [get_gradient_edge(r).node if isinstance(r, Tensor) else r.node for r in roots]
         nodes = nodes_of(ends)
         found = self._split(nodes, ends)
-        # What checkpoints by a backward in backward refuses to go back to chosen leaves.
+        # Reentrant checkpoints refuse a backward with chosen inputs.
         if not found or any("Checkpoint" in type(node).__name__ for node in nodes):
             go_back(roots, grads)
             return
         deferred = {path[-1] for *_, weight, bias in found for path in (weight, bias) if path}
         wanted = [n.variable for n in nodes if type(n) is AccumulateGrad and n not in deferred]
-        # A node without other results would not run. As a place to go back to it does.
+        # A node whose other inputs need no gradient runs only as an input of the backward.
         edges = [GradientEdge(each[0], 0) for each in found]
         handles: list[Any] = []
         try:
@@ -72,23 +71,23 @@ class WeightGradients:
                 handles.append(each[0].register_hook(partial(self._defer, k)))
             go_back(roots, grads, [*wanted, *edges])
         finally:
-            self._nodes = []  # which would hold themselves by their hooks
+            self._nodes = []  # else a reference cycle through the hooks
             for handle in handles:
                 handle.remove()
 
     @torch.no_grad()
     def accumulate(self) -> None:
-        """The weight half: adds to the gradients what was put aside, and lets go of it.
+        """The weight half: adds the deferred products to the gradients, and frees their factors.
 
-        Unlike autograd's own accumulation it takes no lock: no other thread may add to the same
-        gradients meanwhile. Autocast must be off.
+        Takes no lock, unlike autograd: no other thread may add to the same gradients meanwhile.
+        Autocast must be off.
         """
         while self.pending:
             self.pending.popleft()()
 
     def _split(self, nodes: Sequence[Any], ends: Sequence[Any]) -> list[_Node]:
-        """The nodes of a graph to split: nothing else in it uses their weights and biases."""
-        uses: Counter[Any] = Counter(ends)  # a leaf may be given a gradient of its own
+        """The nodes of a graph to split: no other node uses their weights and biases."""
+        uses: Counter[Any] = Counter(ends)  # an end may be a leaf itself
         for node in nodes:
             uses.update(following for following, _ in node.next_functions)
         found: list[_Node] = []
@@ -106,10 +105,7 @@ class WeightGradients:
         return found
 
     def _is_ordinary(self, node: Any) -> bool:
-        """Whether all that a backward does with a leaf is to add to its ``.grad``.
-
-        What watches the accumulation has to see all of the gradient.
-        """
+        """Whether a backward only adds to the ``.grad`` of a leaf: no hooks, no conversions."""
         leaf = node.variable
         known = self._ordinary.get(id(leaf))
         if known is None:
@@ -124,7 +120,7 @@ class WeightGradients:
         return known
 
     def _defer(self, k: int, _: Any, grads: Sequence[Tensor | None]) -> None:
-        """The node has run, and still has what it saved."""
+        """The hook of node ``k``, which has just run and still has its saved tensors."""
         if not self._nodes or (gy := grads[0]) is None:
             return
         node, product, settings, weights, biases = self._nodes[k]
@@ -139,12 +135,12 @@ class WeightGradients:
 
         def accumulate() -> None:
             for what, tensor, version in zip(_FACTORS, (x, gy), versions, strict=True):
-                if tensor._version != version:  # autograd itself only looks until the input half
+                if tensor._version != version:  # autograd checks it up to the input half only
                     raise RuntimeError(
                         f"the {what} (shape {list(tensor.shape)}) of a layer with a weight of "
                         f"shape {list(weight.shape)} was modified in place between the input half "
-                        "of backward and its weight half, which needs it: let the layer (or the "
-                        "backward of an autograd function) work on a copy"
+                        "of backward and its weight half, which needs it: modify a copy in the "
+                        "layer (or in the backward of an autograd function)"
                     )
             if streams is not None:
                 streams.receive(event, [x, gy])
@@ -154,7 +150,7 @@ class WeightGradients:
 
 
 class _Matrix:
-    """``x @ w``, mostly of a transposed ``w``, in the order of operations of autograd."""
+    """``x @ w``, or ``x @ w.t()``, in autograd's order of operations."""
 
     bias = None
 
@@ -173,7 +169,7 @@ class _Matrix:
         transposed, column_major = settings
         grad = weight.grad
         if grad is not None and grad.dtype is x.dtype and grad.layout is torch.strided:
-            # No temporary, and no pass over memory to add it.
+            # Adds without a temporary, in one pass over memory.
             factors = (gy.t(), x.conj()) if transposed else (x.t().conj(), gy)
             torch.addmm(grad, *factors, out=grad)  # `addmm_` is not known to FlopCounterMode
             return
@@ -184,8 +180,7 @@ class _Matrix:
 class _Convolution:
     """Convolutions, transposed ones included.
 
-    The gradient of the bias goes with that of the weight: oneDNN (CPU) computes them in one pass,
-    so that to ask for the one is to pay for both.
+    The bias gradient is deferred with the weight gradient: oneDNN (CPU) computes both in one pass.
     """
 
     factor, weight, bias = "_saved_input", 1, 2
@@ -215,27 +210,27 @@ def add_to_grad(parameter: Tensor, gradient: Tensor) -> None:
         parameter.grad = gradient
     elif parameter.grad.layout is torch.strided:
         parameter.grad.add_(gradient)
-    else:  # a sparse one cannot take up a dense one
+    else:  # a dense gradient cannot be added to a sparse one in place
         parameter.grad = gradient + parameter.grad
 
 
 _FACTORS = "input", "gradient of the output"
-#: What can be split, by the names of nodes. Of each ``factor`` is the attribute of the node that
-#: has the input, ``weight`` (``bias``) which of its inputs is the weight (the bias, if its gradient
-#: comes along). ``settings(node)`` is what else is needed; None if the node cannot be split.
+#: Name of a node -> how to split it. ``factor`` is the attribute of the node with the input x;
+#: ``weight`` and ``bias`` are indices of its inputs (``bias`` is None if not deferred).
+#: ``settings(node)`` has the other arguments, and is None if this node cannot be split.
 PRODUCTS: dict[str, Any] = {
     "AddmmBackward0": _Matrix("_saved_mat1", 2),
     "MmBackward0": _Matrix("_saved_self", 1),
     "ConvolutionBackward0": _Convolution(),
 }
-#: What may stand between a weight and its product: transposed, and in autocast's dtype.
+#: Nodes between a weight and its product: a transposition, a cast by autocast.
 _PASS_THROUGH = ("TBackward0", "ToCopyBackward0")
 
 
 def _path(node: Any, k: int) -> Sequence[Any] | None:
-    """The nodes from input ``k`` of a node to a leaf; None if there is more in between.
+    """The nodes from input ``k`` of a node to a leaf; None if other nodes are in between.
 
-    Nothing if that input needs no gradient.
+    Empty if that input needs no gradient.
     """
     path: list[Any] = []
     following = node.next_functions[k][0]
@@ -248,14 +243,14 @@ def _path(node: Any, k: int) -> Sequence[Any] | None:
 
 
 def _has_saved_by_hooks(node: Any, name: str) -> bool:
-    """Whether a layer has saved-tensor hooks of its own, which may count who asks for what."""
+    """Whether a layer's own saved-tensor hooks apply, which may count how often they unpack."""
     saved = getattr(node, name.replace("_saved", "_raw_saved", 1))
     hook = getattr(saved, "unpack_hook", None)
     return hook is not None and getattr(hook, "__module__", "") != offload.__name__
 
 
 def _has_hooks(node: Any) -> bool:
-    """Whether somebody has put hooks on a node, as Megatron and Apex do to start collectives."""
+    """Whether a node has hooks; Megatron and Apex, for example, start collectives in them."""
     for register in (node.register_prehook, node.register_hook):
         handle = register(lambda *_: None)  # the only way to see the others
         hooks = handle.hooks_dict_ref()
