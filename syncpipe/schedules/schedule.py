@@ -1,8 +1,7 @@
-"""What a schedule is: the order in which each device works on its cells (micro-batch, stage).
+"""Schedules as data: the order in which each device works on its cells (micro-batch, stage).
 
-A backward may come in two halves: ``backward_input`` computes the gradient that the stage to the
-left waits for, ``backward_weight`` those of the parameters, for which nobody waits. The other kinds
-are in no schedule; they are added when it is compiled.
+A backward may be split: ``backward_input`` computes the gradient that the previous stage waits for,
+``backward_weight`` those of the parameters. Kinds without a letter are added when compiling.
 """
 
 from __future__ import annotations
@@ -22,17 +21,17 @@ Kind = Literal[
 
 
 class KindInfo(NamedTuple):
-    letter: str  # in files; empty for what is in no schedule
-    shade: float  # in pictures: from the colour of its micro-batch to white, or if < 0 to black
-    in_flight_change: int  # what it adds to the number of micro-batches in flight on its stage
-    sends: Literal["activation", "gradient", ""]  # what other stages wait for
-    costs: tuple[Kind, ...]  # the costs that its time is the sum of
+    letter: str  # in CSV files; empty for kinds that no schedule contains
+    shade: float  # in pictures: mixes the micro-batch's colour with white, or with black if < 0
+    in_flight_change: int  # change in the number of micro-batches in flight on the stage
+    sends: Literal["activation", "gradient", ""]  # what other stages receive from it
+    costs: tuple[Kind, ...]  # the fields of Costs whose sum is its duration
     label: str  # in legends
 
 
 HALVES: tuple[Kind, ...] = ("backward_input", "backward_weight")
 
-#: In the order in which tables and legends name them.
+#: In the order of tables and legends.
 KINDS: dict[Kind, KindInfo] = {
     "forward": KindInfo("F", 0.62, +1, "activation", ("forward",), "forward"),
     "backward": KindInfo("B", 0.0, -1, "gradient", HALVES, "backward"),
@@ -45,12 +44,12 @@ KINDS: dict[Kind, KindInfo] = {
     "update": KindInfo("", -0.75, 0, "", ("update",), "weights updated, without a flush"),
 }  # fmt: skip
 
-#: The kinds that a schedule can have, by letter.
+#: The kinds that a schedule can contain, by letter.
 LETTERS: dict[str, Kind] = {info.letter: kind for kind, info in KINDS.items() if info.letter}
 
 
 class Action(NamedTuple):
-    """One cell of a schedule: what to do with micro-batch ``i`` on stage ``j``."""
+    """One action of a schedule: what to do with micro-batch ``i`` on stage ``j``."""
 
     kind: Kind
     i: int
@@ -58,7 +57,7 @@ class Action(NamedTuple):
 
     @property
     def rank(self) -> tuple[bool, int, int]:
-        """Orders actions by when a fill-drain schedule performs them, forwards first."""
+        """Sort key: the order of a fill-drain schedule, forwards first."""
         back = self.kind != "forward"
         return back, self.i - self.j if back else self.i + self.j, self.j
 
@@ -67,13 +66,12 @@ class Action(NamedTuple):
         return f"{self.j}{KINDS[self.kind].letter if self.kind in KINDS else '?'}{self.i}"
 
 
-#: For each stage the index of its device; or of several, if it has replicas, to which micro-batches
-#: are dealt in turn.
+#: For each stage the index of its device, or a tuple of those of its replicas.
 Devices = tuple[int | tuple[int, ...], ...]
 
 
 def devices_of(device_of: Devices, j: int) -> tuple[int, ...]:
-    """The devices of a stage: micro-batch ``i`` is on number ``i % r`` of ``r``."""
+    """The devices of a stage: of ``r`` devices, number ``i % r`` runs micro-batch ``i``."""
     devices = device_of[j]
     return devices if isinstance(devices, tuple) else (devices,)
 
@@ -88,17 +86,18 @@ def stages_on(device_of: Devices) -> list[list[int]]:
 
 @dataclass(frozen=True)
 class Schedule:
-    """For each device the actions that it performs, in order, for one mini-batch.
+    """For each device the ordered actions of one mini-batch.
 
-    Devices run free: each walks its own list, and waits only until what the next action needs is
-    there. Nothing is checked here; see :func:`validate`. Schedules are equal whatever their names.
+    Each device follows its own list and waits only for the inputs of its next action. The
+    constructor checks nothing, see :func:`validate`. Comparison ignores the name.
 
     Attributes:
         m: number of micro-batches.
-        device_of: for each stage the index of the device that it is on; of one with replicas those
-            of all of them, micro-batch ``i`` being on number ``i % r`` of ``r``.
+        device_of: for each stage the index of its device, or a tuple of those of its replicas,
+            which take micro-batches in turn: of ``r`` replicas, number ``i % r`` takes micro-batch
+            ``i``.
         actions: for each device its actions in order.
-        name: what people call it.
+        name: label in messages and tables.
     """
 
     m: int
@@ -107,7 +106,7 @@ class Schedule:
     name: str = field(default="custom", compare=False)
 
     def __hash__(self) -> int:
-        return hash((self.m, self.device_of))  # of all actions it would take its time
+        return hash((self.m, self.device_of))  # hashing all actions is slow
 
     @property
     def n(self) -> int:
@@ -121,12 +120,13 @@ class Schedule:
 
     @cached_property
     def splits(self) -> frozenset[tuple[int, int]]:
-        """The cells ``(i, j)`` whose backward is split into its two halves."""
+        """The cells ``(i, j)`` whose backward is split into two halves."""
         return frozenset((a.i, a.j) for row in self.actions for a in row if a.kind in HALVES)
 
     def recomputing(self, counts: Sequence[int]) -> list[list[Action]]:
-        """The actions of each device where of each stage so many micro-batches, the first ones, are
-        recomputed right before they go back.
+        """For each device its actions, with recomputations right before the backwards.
+
+        The first ``counts[j]`` micro-batches of stage ``j`` are recomputed.
         """
         rows: list[list[Action]] = [[] for _ in self.actions]
         for row, actions in zip(rows, self.actions, strict=True):
@@ -137,7 +137,7 @@ class Schedule:
         return rows
 
     def predecessors(self, action: Action) -> tuple[Action, ...]:
-        """The actions that must be over before this one can start; skips add nothing."""
+        """The actions that must end before this one can start, skips aside."""
         kind, i, j = action
         if kind == "forward":
             return (Action("forward", i, j - 1),) if j > 0 else ()
@@ -154,8 +154,8 @@ class Schedule:
     def in_flight(self) -> tuple[int, ...]:
         """For each stage the largest number of micro-batches whose activations are alive at once.
 
-        From the start of the forward to the end of the backward, or of its weight half; of a stage
-        with replicas on any one of them. The order alone decides this, no duration does.
+        They live until the end of the backward or its weight half. With replicas the fullest one
+        counts.
         """
         peaks = []
         for j in range(self.n):
@@ -168,21 +168,20 @@ class Schedule:
 def to_csv(schedule: Schedule) -> str:
     """Write a schedule as text, which :func:`from_csv` reads.
 
-    A row for each device, in order, without a header; a cell for each action, in order: stage,
-    letter, micro-batch. ``F`` is a forward, ``B`` a whole backward, ``I`` and ``W`` its input and
-    weight halves. This is the "compute only" format of ``torch.distributed.pipelining``.
+    One row for each device, in order, without a header; one field for each action: stage, letter,
+    micro-batch. ``F`` is a forward, ``B`` a whole backward, ``I`` and ``W`` its input and weight
+    halves. This is the "compute only" format of ``torch.distributed.pipelining``.
     """
     return "".join(",".join(map(str, row)) + "\n" for row in schedule.actions)
 
 
 def from_csv(text: str, name: str = "csv") -> Schedule:
-    """Read what :func:`to_csv` writes.
+    """Read the text that :func:`to_csv` writes; see :func:`syncpipe.schedules.validate` for checks.
 
-    Space around a cell, empty cells and empty lines at the end mean nothing. Whether the result can
-    run is for :func:`syncpipe.schedules.validate` to say.
+    Spaces around a field, empty fields and empty lines at the end are ignored.
 
     Raises:
-        ValueError: on a cell that is no action, and on a stage that is on two devices or none.
+        ValueError: a field is no action, or a stage is on no device or on several.
     """
     rows: list[list[Action]] = []
     device_of: dict[int, int] = {}

@@ -1,11 +1,11 @@
-"""Compile, then run: what depends on the pipeline and the schedule alone is decided here, once.
+"""Compile schedules: what depends on the pipeline and the schedule alone is decided here, once.
 
-    compile  edges x program     ->  steps for each worker       kept; sees no tensor
+    compile  edges x program     ->  steps for each worker       cached; sees no tensor
     bind     steps x a call      ->  one function for each kind of action and stage
     run      for each step:          put(sends, run(i, take(needs)))
 
-To what runs, a replica is one more stage. Stages come first, each standing for its first replica;
-the numbers after them are those of all others, stage by stage.
+At run time each replica is a stage of its own. Stages come first, each standing for its first
+replica; the indices after them are those of the other replicas, stage by stage.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ __all__ = [
 
 
 class Edge(NamedTuple):
-    """A way from one stage to another: of the activation, or of one of the source's skips."""
+    """A connection between two stages: carries the activation, or one skip of the source."""
 
     number: int
     source: int
@@ -35,47 +35,46 @@ class Edge(NamedTuple):
 
 
 class Step(NamedTuple):
-    """An action, ready to be bound and run; messages have numbers."""
+    """An action, ready to be bound and run; messages are identified by numbers."""
 
-    what: tuple[Kind, int]  # what is bound once for a call: the kind, and the number of the stage
+    what: tuple[Kind, int]  # the key of its bound function: kind, and index of the replica
     i: int
-    needs: tuple[int, ...]  # messages without which it cannot start, taken in this order
+    needs: tuple[int, ...]  # messages that it waits for, in the order of its arguments
     sends: tuple[int, ...]  # messages that it returns, in this order
-    to: tuple[int, ...]  # for each of them the worker that it is for
+    to: tuple[int, ...]  # the receiving worker of each message that it returns
 
     @property
     def action(self) -> Action:
-        """The action."""
         kind, j = self.what
         return Action(kind, self.i, j)
 
 
 @dataclass(frozen=True, eq=False)
 class Steps:
-    """A program, compiled: for each worker its steps, in order."""
+    """A compiled program: for each worker its steps in order."""
 
     of: tuple[tuple[Step, ...], ...]
 
     @cached_property
     def kinds(self) -> tuple[tuple[Kind, int], ...]:
-        """All that has to be bound."""
+        """The keys of all functions to bind."""
         return tuple({step.what: None for steps in self.of for step in steps})
 
     def backwards(self, j: int) -> list[int]:
-        """The micro-batches in the order in which they go back on a stage, or replica."""
+        """The micro-batches of a replica in the order of their backwards."""
         steps = (step for row in self.of for step in row if step.what[1] == j)
         return [step.i for step in steps if KINDS[step.what[0]].sends == "gradient"]
 
     @cached_property
     def serial(self) -> tuple[Step, ...]:
-        """An order in which one thread can run all of them."""
+        """An order in which one thread can run all steps."""
         return self.of[0] if len(self.of) == 1 else tuple(in_serial_order(self.of))
 
 
 def in_serial_order(rows: Iterable[Iterable[Step]]) -> Iterator[Step]:
-    """An order in which one thread can run everything: the next step of each row in turn.
+    """An order in which one thread can run all steps: from each row in turn a step that can start.
 
-    Rows may be made on the way; one is asked for its next step when the last one has run.
+    A row may be a generator; it is advanced when its last step has run.
     """
     left = [iter(row) for row in rows]
     heads = [next(row, None) for row in left]
@@ -95,7 +94,7 @@ def in_serial_order(rows: Iterable[Iterable[Step]]) -> Iterator[Step]:
 
 
 def replica_indices(worker_of: Devices) -> list[tuple[int, ...]]:
-    """For each stage the numbers of its replicas."""
+    """For each stage the indices of its replicas."""
     following, stages = count(len(worker_of)), range(len(worker_of))
     return [(j, *islice(following, len(devices_of(worker_of, j)) - 1)) for j in stages]
 
@@ -104,7 +103,8 @@ def replica_indices(worker_of: Devices) -> list[tuple[int, ...]]:
 def forward_steps(edges: tuple[Edge, ...], m: int, worker_of: Devices) -> Steps:
     """The steps of the forward half of :func:`.gpipe`.
 
-    A lone worker takes one micro-batch after another through all stages, as the plain model does.
+    A single worker takes one micro-batch after another through all stages, as the original model
+    does.
     """
     steps = training_steps(edges, gpipe(m, worker_of), (0,) * len(worker_of))
     return Steps(tuple([tuple([s for s in row if s.what[0] == "forward"]) for row in steps.of]))
@@ -115,12 +115,12 @@ def training_steps(
     edges: tuple[Edge, ...], schedule: Schedule, rematerialized: tuple[int, ...], *,
     returns: tuple[Edge, ...] = (),
 ) -> Steps:  # fmt: skip
-    """The steps of a valid schedule; further arguments are those of :func:`step_maker`.
+    """The steps of a valid schedule; for ``edges`` and ``returns`` see :func:`step_maker`.
 
-    Of each stage so many micro-batches, the first ones, are recomputed, right before their backward
-    and as an action of its own: it needs nothing from anybody, so it begins before the gradient is
-    there. Each replica sends the sum of its gradients as soon as it is through with its stage; the
-    first one adds them to its own, in order, when it has nothing else to do.
+    The first ``rematerialized[j]`` micro-batches of stage ``j`` are recomputed, as an action that
+    needs no message and so starts before the gradient arrives. Each replica sends its summed
+    gradients after its last action; the first replica adds them, in order, after all its other
+    actions.
     """
     program = schedule.recomputing(rematerialized)
     for j in reversed(range(schedule.n)):
@@ -137,11 +137,11 @@ def step_maker(
     edges: Sequence[Edge], worker_of: Callable[[int, int], int],
     numbers: Sequence[tuple[int, ...]], m: int = 0, *, returns: Sequence[Edge] = (),
 ) -> Callable[[Action], Step]:  # fmt: skip
-    """What makes a step of an action, given the edges, the worker of each cell, the numbers of the
-    replicas of each stage and, if there are several, of micro-batches.
+    """Return a function that compiles an action to a step.
 
-    Messages are in the order of the edges, which are numbered from 0 on. ``returns`` are more of
-    them, numbered after the others, over which only gradients go.
+    ``worker_of`` is for cells, ``numbers`` has for each stage the indices of its replicas, and
+    ``m`` matters with replicas only. Edges are numbered from 0. ``returns`` are numbered after them
+    and carry gradients only.
     """
     size, both = len(edges) + len(returns), [*edges, *returns]
 
@@ -160,7 +160,7 @@ def step_maker(
             [2 * (i * size + edge.number) + back for edge in some] for some in (into, out)
         )
         workers = [worker_of(i, edge.source if back else edge.target) for edge in out]
-        if kind == "reduce":  # the sums of a stage's replicas have the numbers after all others
+        if kind == "reduce":  # the gradient sums of replicas are numbered after all other messages
             sums = [2 * m * size + number for number in numbers[j][:m]]
             needs, sends = ([], [sums[i]]) if i else (sums[1:], [])
             workers = [worker_of(0, j)] * len(sends)

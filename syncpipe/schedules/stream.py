@@ -32,21 +32,21 @@ from syncpipe.schedules.steps import Edge, Step, in_serial_order, step_maker
 
 __all__ = ["VERSIONS", "Extent", "StreamSteps", "Versions", "version_used", "versions_kept"]
 
-#: Which version of its weights a stage uses for a micro-batch, there and back.
+#: Which version of its weights a stage uses for a micro-batch, forward and backward.
 Versions = Literal["stashing", "vertical_sync", "2bw"]
 VERSIONS: tuple[Versions, ...] = get_args(Versions)
-_AFTER = 1 << 64  # messages between replicas have the numbers after all others
+_AFTER = 1 << 64  # messages between replicas are numbered after all others
 _KINDS: tuple[Kind, ...] = ("forward", "recompute", "backward", "reduce", "update")
 
 
 def version_used(
     i: int, j: int, replicas: Sequence[int], versions: Versions = "stashing", chunks: int = 1
 ) -> int:
-    """Which version of its weights stage ``j`` uses for micro-batch ``i``, there and back.
+    """Version of its weights that stage ``j`` uses for micro-batch ``i``, forward and backward.
 
-    ``"stashing"``: the newest that there is at the forward, with one replica
-    ``max(0, i - (n-j) + 1)``; ``"vertical_sync"``: that of the first stage, on all of them;
-    ``"2bw"``: that before the last mini-batch of so many chunks, on all of them.
+    ``"stashing"``: the newest at the time of the forward, with one replica ``max(0, i - (n-j) +
+    1)``. ``"vertical_sync"``: the version that the first stage uses. ``"2bw"``: on all stages the
+    version before the last mini-batch of ``chunks`` micro-batches.
     """
     if versions == "2bw":
         return max(0, i // chunks - 1)
@@ -55,18 +55,18 @@ def version_used(
 
 
 def versions_kept(j: int, replicas: Sequence[int], versions: Versions = "stashing") -> int:
-    """How many versions of its weights stage ``j`` holds at most, the newest among them."""
+    """Largest number of weight versions that stage ``j`` holds, the newest included."""
     return 2 if versions == "2bw" else _in_flight(0 if versions == "vertical_sync" else j, replicas)
 
 
 def _in_flight(j: int, replicas: Sequence[int]) -> int:
-    """How many micro-batches are in flight on each replica of a stage: one for each worker on."""
+    """Number of micro-batches in flight on each replica of a stage."""
     return -(-sum(replicas[j:]) // replicas[j])
 
 
 class Extent:
-    """How far a stream goes: on each stage so many cells go forward, of which the last ones may
-    find nothing there, and so many go back. Whoever takes mini-batches says when there are none.
+    """The length of a stream: on each stage the number of cells that go forward, and backward.
+    :meth:`end` is called when no mini-batch is left. The last forward cells are then empty.
     """
 
     def __init__(self, most: float = math.inf, replicas: int = 1) -> None:
@@ -74,17 +74,17 @@ class Extent:
         self._replicas = replicas
 
     def end(self, i: int) -> None:
-        """There is no micro-batch ``i``: empty cells go forward, to tell all stages."""
+        """No mini-batch is left: one empty cell per replica goes forward to notify all stages."""
         self.backwards = i
         self.forwards = i + self._replicas
 
 
 class StreamSteps:
-    """The steps of one call, made as they are asked for; to the engine they are a ``Steps``.
+    """The steps of one call, generated lazily; the engine uses them as a ``Steps``.
 
-    Of each stage there are the numbers of its replicas, the owner's first; by number the index of
-    the worker, one each or one for all, and how many micro-batches, the first ones, are recomputed.
-    Weights are updated after so many chunks, and after the last micro-batch.
+    ``numbers`` has for each stage the indices of its replicas, first of the owner of the weights.
+    Each replica has its worker (or all share worker 0) and the number of micro-batches to
+    recompute. Weights are updated after every ``chunks`` micro-batches and after the last one.
     """
 
     def __init__(
@@ -106,16 +106,16 @@ class StreamSteps:
 
     @property
     def serial(self) -> Iterator[Step]:
-        """An order in which one thread can run all of them: each stage's next one in turn."""
+        """An order in which one thread can run all steps."""
         return in_serial_order(self._rows())
 
     def _rows(self) -> list[Iterator[Step]]:
-        """The steps of each replica, by number."""
+        """The steps of each replica, by index."""
         places = {own[k]: (j, k) for j, own in enumerate(self._numbers) for k in range(len(own))}
         return [self._row(*places[number]) for number in range(len(places))]
 
     def _row(self, j: int, k: int) -> Iterator[Step]:
-        """The steps of a replica, which takes part in each round, also without a micro-batch."""
+        """The steps of a replica, which takes part in every round, even without a micro-batch."""
         extent, own = self._extent, self._numbers[j]
         every = len(own)
         ahead = every * (_in_flight(j, list(map(len, self._numbers))) - 1)
@@ -136,8 +136,8 @@ class StreamSteps:
                 yield self._step(Action("update", i, j))
 
     def _round(self, i: int, j: int, k: int) -> Iterator[Step]:
-        """The update of a replica in the round that begins with micro-batch ``i``: gradients go to
-        the owner, and weights come back.
+        """The update of a replica in the round that begins with micro-batch ``i``: the owner gets
+        the gradients and returns the weights.
         """
         owner, *others = self._numbers[j]
         gradients = [_AFTER + 2 * (i * len(self._worker_of) + number) for number in others]
