@@ -1,5 +1,4 @@
-"""Schedules: what one is, those with names, how to read and write others, how long they take, and
-one made to measure."""
+"""Schedules as data: the named ones, CSV files, simulation, and schedules made for given costs."""
 
 from syncpipe.schedules.auto import AutoSchedule, auto
 from syncpipe.schedules.greedy import round_robin

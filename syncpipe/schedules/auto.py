@@ -1,9 +1,8 @@
-"""A schedule for costs and memory that are known: greedy passes, forth and back in time.
+"""A schedule for known costs and memory: greedy passes, alternately forward and backward in time.
 
-The times of one pass are the priorities of the next, in the other direction, so each makes good
-what the other could not see (Li and Willis 1992, An iterative scheduling technique for
-resource-constrained project scheduling). Micro-batches of a stage cost the same, so none overtakes
-another.
+The end times of one pass are the priorities of the next, so each pass corrects what the previous
+one could not see (Li and Willis 1992, An iterative scheduling technique for resource-constrained
+project scheduling). Micro-batches of a stage cost the same, so none overtakes another.
 """
 
 from __future__ import annotations
@@ -21,8 +20,8 @@ from syncpipe.schedules.schedule import HALVES, Action, Kind, Schedule, stages_o
 
 __all__ = ["AutoSchedule", "Report", "auto", "bound_with_memory"]
 
-_CLOSE = 1e-3  # a schedule that is longer than the bound by less, relative, is good enough
-_LOOKAHEADS = (0.0, 1.0, 0.5, 2.0)  # of passes, one after another (syncpipe.schedules.greedy)
+_CLOSE = 1e-3  # relative; a schedule this close to the bound ends the search
+_LOOKAHEADS = (0.0, 1.0, 0.5, 2.0)  # of the passes, in this order (see syncpipe.schedules.greedy)
 _Rows = tuple[tuple[Action, ...], ...]
 
 
@@ -31,10 +30,10 @@ class Report:
     """Simulated steps, in the unit of the costs, and memory, in that of the activations."""
 
     step: float  # of the schedule
-    bound: float  # no schedule for these costs and this memory has a shorter one
-    named: Mapping[str, float]  # steps of the schedules with names that fit
+    bound: float  # lower bound of the step for these costs and this memory
+    named: Mapping[str, float]  # steps of the named schedules that fit into memory
     memory: tuple[float, ...]  # for each device the most that it holds at once
-    limits: tuple[float, ...]  # for each device what it may
+    limits: tuple[float, ...]  # for each device the most that it may hold
 
     def __str__(self) -> str:
         named = sorted((step, name) for name, step in self.named.items())
@@ -49,7 +48,7 @@ class Report:
 
 @dataclass(frozen=True, eq=False)
 class AutoSchedule(Schedule):
-    """A schedule by :func:`syncpipe.schedules.auto`; its ``report`` says what it is worth."""
+    """A schedule by :func:`syncpipe.schedules.auto`, with a ``report`` on its step and memory."""
 
     report: Report = field(default=Report(0.0, 0.0, {}, (), ()), repr=False)
 
@@ -60,32 +59,32 @@ def auto(
     inputs: Sequence[float] | None = None, memory: float | Sequence[float] | None = None,
     split: bool = True, starts: Iterable[Schedule] = (),
 ) -> AutoSchedule:  # fmt: skip
-    """Make a schedule to measure: none with a name is shorter in the same memory, simulated::
+    """Make a schedule for given costs: in simulation no named one in the same memory is shorter::
 
         with pipe.trace() as trace:
             pipe.train_batch(input, target, loss_fn=loss_fn, schedule="zb_h1")
         schedule = auto(8, 4, costs=trace.costs)
         print(schedule.report)
 
-    The same arguments give the same schedule. On each stage micro-batches go forward and back from
-    the first to the last (unless nothing in this order is as short as a named schedule that has
-    another one), so without halves gradients are those of 1F1B to the last bit, whatever the costs.
+    The result is deterministic. Each stage runs micro-batches forward and backward from the first
+    to the last, unless only a named schedule with another order is as short. So without ``split``,
+    gradients equal those of 1F1B to the last bit, whatever the costs.
 
     Args:
         m: number of micro-batches.
         device_of: number of stages, or for each stage the index of its device.
-        costs: how long everything takes, as a trace has it (``trace.costs``).
+        costs: durations, for example of a trace (``trace.costs``).
         rematerialized: for each stage how many micro-batches, the first ones, are recomputed.
-        activations: for each stage the memory that a micro-batch takes from its forward to the end
-            of its backward, or of its weight half. By default 1: memory counts micro-batches.
-        inputs: the same for one that is recomputed, until then; by default the same.
-        memory: for each device, or for all, what activations may take, in the same unit. By default
-            what ``"1f1b"`` takes, or with halves ``"zb_h1"`` if that is more.
-        split: whether backwards may come in two halves.
-        starts: schedules to begin with, beside those with names.
+        activations: for each stage the memory of a micro-batch from its forward to the end of its
+            backward or weight half. Default 1: memory counts micro-batches.
+        inputs: the same for a recomputed micro-batch until its backward. Default: the same.
+        memory: for each device, or for all, the limit of activations, in the same unit. Default:
+            what ``"1f1b"`` takes, or with ``split`` what ``"zb_h1"`` takes if that is more.
+        split: whether backwards may be split into two halves.
+        starts: schedules to start from, in addition to the named ones.
 
     Raises:
-        ValueError: an argument does not fit the others, or not one micro-batch fits into memory.
+        ValueError: an argument does not fit the others, or memory is too small for one micro-batch.
     """
     devices = tuple(range(device_of)) if isinstance(device_of, int) else tuple(device_of)
     usual = one_f_one_b(m, devices)
@@ -126,10 +125,10 @@ def _checked_sizes(name: str, sizes: Sequence[float], n: int) -> tuple[float, ..
 
 
 def _initial_schedules(p: Problem, starts: Iterable[Schedule]) -> dict[str, Schedule]:
-    """The schedules to begin with: all that fit, those given and those with names."""
+    """The schedules to start from: those of ``starts`` and the named ones that fit into memory."""
     found = {f"{made.name}, given": made for made in starts}
     for name in SCHEDULES:
-        with suppress(ValueError):  # it is for other stages
+        with suppress(ValueError):  # the schedule is for other stages
             found[name] = build(name, p.m, p.device_of)
     fitting = {
         name: schedule
@@ -146,10 +145,8 @@ def _initial_schedules(p: Problem, starts: Iterable[Schedule]) -> dict[str, Sche
 
 
 def _list_schedules(p: Problem) -> Iterator[tuple[float, _Rows]]:
-    """Schedules and their steps: lists again and again, with micro-batches in order, until that was
-    of no use twice.
-    """
-    # What brings gradients on first, then forwards, then weight halves.
+    """Schedules and their steps, by passes in both directions while these gain."""
+    # Actions that let gradients flow come first, then forwards, then weight halves.
     ranks: dict[Kind, int] = {"backward": 0, "backward_input": 0, "forward": 1, HALVES[1]: 2}
     stages, numbers = range(len(p.device_of)), range(p.m)
     lists = [
@@ -173,7 +170,7 @@ def _list_schedules(p: Problem) -> Iterator[tuple[float, _Rows]]:
             useless += 1
             if time < least * (1 - ROUNDING):
                 least, useless = time, mirrored
-            # What ends last in this direction is the first in the other one.
+            # The last action in this direction is the first in the other one.
             priorities = {
                 kind: [[-end for end in cell.ends] for cell in row]
                 for kind, row in made.table.items()
@@ -182,10 +179,10 @@ def _list_schedules(p: Problem) -> Iterator[tuple[float, _Rows]]:
 
 
 def bound_with_memory(p: Problem) -> float:
-    """No schedule of this problem has a shorter makespan.
+    """Lower bound of the makespan of any schedule of this problem.
 
-    A micro-batch keeps its place in memory from its forward until its gradient can be back, so by
-    Little's law a device needs as much time as all of them keep their places, by its memory.
+    A micro-batch holds memory from its forward until its gradient can be back, so by Little's law a
+    device needs the sum of these holding times, divided by its memory.
     """
     last, taken = p.costs.last or p.costs, list[float]()
     heads, tails = heads_and_tails(p.device_of, p.costs, p.split)

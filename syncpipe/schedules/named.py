@@ -1,10 +1,10 @@
-"""The schedules that one can ask for by name, and how what people write becomes a valid schedule.
+"""The named schedules, and :func:`build`, which makes a valid schedule of any :data:`ScheduleLike`.
 
-Those with a name are functions of the number of micro-batches and of ``device_of``, the number of
-stages or for each stage the index of its device.
+Named schedules are functions of the number of micro-batches and of ``device_of``: the number of
+stages, or for each stage the index of its device.
 
-Some are an order for each stage, wherever the stages are. Where a device has several of them, these
-are merged into one, and neighbours on one device count as one stage. Two devices, three
+Some define an order for each stage, wherever the stages are. Where a device has several stages,
+their orders are merged, and neighbours on one device count as one stage. Two devices, three
 micro-batches (1F1B with the textbook's slots); ``F`` is a forward, ``B`` a backward, ``I`` and
 ``W`` its input and weight halves, each as long as a forward:
 
@@ -17,8 +17,8 @@ micro-batches (1F1B with the textbook's slots); ``F`` is a forward, ``B`` a back
                                                     zb_h2   F0F1F2I0W0I1W1I2W2
                                                               F0I0F1I1F2I2W0W1W2
 
-Others have several stages on each device, where stage ``j`` is on device ``j % devices``. Two
-stages on each, four micro-batches; what is in small letters is of a device's second stage:
+Others need several stages on each device, with stage ``j`` on device ``j % devices``. Two stages on
+each, four micro-batches; small letters are for the second stage of a device:
 
     looped_bfs   F0F1F2F3f0f1f2f3      b3--b2--b1--b0--B3--B2--B1--B0--
                    F0F1F2F3f0f1f2f3b3--b2--b1--b0--B3--B2--B1--B0--
@@ -29,8 +29,8 @@ stages on each, four micro-batches; what is in small letters is of a device's se
     interleaved  F0F1f0f1  i0w0F2i1w1F3I0W0f2I1W1f3i2w2i3w3I2W2I3W3
     zero bubble    F0F1f0i0f1i1w0F2I0w1F3I1W0f2i2W1f3i3w2I2w3I3W2W3
 
-The last ones have two stages on each device, laid out in a V: with ``p`` devices, device ``d`` has
-the stages ``d`` and ``2 p - 1 - d``, so the first device has the first and the last stage:
+The last ones need two stages on each device, in a V: of ``p`` devices, device ``d`` has the stages
+``d`` and ``2 p - 1 - d``, so the first device has the first and the last stage:
 
     zbv       F0F1F2f0i0w0f1i1w1F3I0W0f2i2w2I1W1f3i3w3I2W2I3W3
                 F0f0F1f1i0w0F2I0W0f2i1w1F3I1W1f3i2w2I2i3I3W2w3W3
@@ -44,10 +44,10 @@ the stages ``d`` and ``2 p - 1 - d``, so the first device has the first and the 
     dualpipev   F0F1F2f0i0w0f1F3b1--f2B0--b2--f3  B1--b3--I2W2I3W3
                   F0f0F1f1F2b0--f2B0--F3b1--f3B1--b2--B2--i3I3w3W3
 
-Formulas are for even stages. In a V, bubbles are in units of the time of a forward, and those of a
-synchronous step, which begins and ends for all devices at once. There 1F1B with the two stages as
-one idles for ``6 (p-1)``, and its first device has ``2 p`` cells in flight. Where the three times
-differ, V-Half and V-Min, whose devices have little room to choose, idle in every micro-batch.
+Formulas assume even stages. The bubbles of V schedules are in units of a forward's duration, for a
+synchronous step, which starts and ends on all devices at once. In these units 1F1B with both stages
+as one idles for ``6 (p-1)``, with ``2 p`` cells in flight on its first device. Where the durations
+of ``F``, ``I`` and ``W`` differ, V-Half and V-Min idle in every micro-batch.
 """
 
 from __future__ import annotations
@@ -81,8 +81,7 @@ __all__ = [
     "schedule_label", "v_half", "v_min", "zb_h1", "zb_h2", "zbv",
 ]  # fmt: skip
 
-#: A number of stages, each on a device of its own; or for each stage the index of its device, or
-#: those of its replicas in a tuple.
+#: The number of stages, each on its own device; or as ``Schedule.device_of``.
 Placement = int | Sequence[int] | Devices
 
 
@@ -103,7 +102,7 @@ def _checked_devices(m: int, device_of: Placement) -> Devices:
 def _checked_layout(
     name: str, shape: Literal["rounds", "v"], m: int, device_of: Placement
 ) -> tuple[int, ...]:
-    """The same for stages on one device each that go round: 0, 1, ..., 0, 1, ..., or in a V."""
+    """The device of each stage, checked to go round (0, 1, ..., 0, 1, ...), or in a V."""
     devices = _checked_devices(m, device_of)
     single = tuple([device for device in devices if isinstance(device, int)])
     if single != devices:
@@ -126,7 +125,7 @@ def _checked_layout(
 def _alternating(
     forwards: Sequence[Action], backwards: Sequence[Action], first: int, delay: int = 0
 ) -> list[Action]:
-    """So many forwards first, then back and forth; weight halves come after so long a delay."""
+    """``first`` forwards, then backward, forward in turn; weight halves ``delay`` backwards late."""
     halves = [action for action in backwards if action.kind == "backward_input"]
     weights = [Action("backward_weight", i, j) for _, i, j in halves]
     row = list(forwards[:first])
@@ -167,21 +166,21 @@ def one_f_one_b(
 ) -> Schedule:  # fmt: skip
     """1F1B with flush: forwards until the slots of a stage are taken, then a backward in turn.
 
-    With even stages and without transfers the bubble is GPipe's. With replicas it is 1F1B-RR:
-    micro-batch ``i`` goes both ways on replica ``i % r``, and each replica takes turns as above.
+    With even stages and without transfers the bubble equals GPipe's. With replicas it is 1F1B-RR:
+    micro-batch ``i`` runs on replica ``i % r``, forward and backward.
 
-    Source: Narayanan et al. 2019, PipeDream: Generalized Pipeline Parallelism for DNN Training
-    (the order); Narayanan et al. 2021, Efficient Large-Scale Language Model Training on GPU
-    Clusters Using Megatron-LM, section 2.2.1 (with a flush after each mini-batch).
+    Source: Narayanan et al. 2019, PipeDream: Generalized Pipeline Parallelism for DNN Training (the
+    order); Narayanan et al. 2021, Efficient Large-Scale Language Model Training on GPU Clusters
+    Using Megatron-LM, section 2.2.1 (with a flush after each mini-batch).
 
     Args:
         m: number of micro-batches.
-        device_of: where the stages are.
-        slots: the most micro-batches in flight for each stage: ``"textbook"`` is ``n - j``, the
+        device_of: for each stage its device, or the number of stages.
+        slots: maximum of micro-batches in flight on each stage: ``"textbook"`` is ``n - j``, the
             fewest that keep even stages busy, ``"overlap"`` is ``2 (n-j) - 1``, which hides
-            transfers. Or a number for each stage, never more than for the stage before. With
-            replicas they are for each device of the stage: ``n - j`` is the number of devices from
-            stage ``j`` on, divided by those of the stage and rounded up, PipeDream's number.
+            transfers. Or a number for each stage, at most that of the previous stage. With replicas
+            it is for each device of the stage: ``n - j`` becomes the number of devices from stage
+            ``j`` on, divided by the stage's own and rounded up, PipeDream's number.
     """
     devices = _checked_devices(m, device_of)
     passes = {"textbook": 1, "overlap": 2}
@@ -201,10 +200,10 @@ def one_f_one_b(
 
 
 def zb_h1(m: int, device_of: Placement) -> Schedule:
-    """1F1B with backward in two halves: what nobody waits for fills the bubble.
+    """1F1B with split backwards: weight halves, which no stage waits for, fill the bubble.
 
-    Stage ``j`` puts the weight half off by ``j`` micro-batches. With even stages devices idle for
-    ``(n-1) (F+I-W)``, against ``(n-1) (F+I+W)`` in 1F1B: a third, if the three are equal. At most
+    Stage ``j`` delays the weight half by ``j`` micro-batches. With even stages devices idle for
+    ``(n-1) (F+I-W)``, against ``(n-1) (F+I+W)`` in 1F1B: a third if the three are equal. At most
     ``n`` micro-batches are in flight on any stage.
     Source: Qi et al. 2023, Zero Bubble Pipeline Parallelism, section 2.3 (ZB-H1).
     """
@@ -214,10 +213,10 @@ def zb_h1(m: int, device_of: Placement) -> Schedule:
 def zb_h2(m: int, device_of: Placement) -> Schedule:
     """ZB-H1 with more micro-batches in flight: a stage that has begun does not idle until it ends.
 
-    From the first to the last action of any one device it idles for ``(n-1) (F+I-2W)``, not at all
-    if the three are equal; ``2n - 1`` micro-batches are in flight on any stage. In a step that
-    begins for all devices at once, those behind the first also wait for the first micro-batch,
-    ``(n-1) F``: with even halves as much as in :func:`zb_h1`.
+    Between its first and last action a device idles for ``(n-1) (F+I-2W)``, not at all if the three
+    are equal; ``2n - 1`` micro-batches are in flight on any stage. In a synchronous step all
+    devices but the first also wait for the first micro-batch, ``(n-1) F``: with even halves as long
+    as in :func:`zb_h1`.
     Source: Qi et al. 2023, Zero Bubble Pipeline Parallelism, section 2.3 (ZB-H2).
     """
     return _with_slots("zb_h2", m, _checked_devices(m, device_of), 2, "backward_input")
@@ -226,10 +225,10 @@ def zb_h2(m: int, device_of: Placement) -> Schedule:
 def _with_slots(
     name: str, m: int, devices: Devices, counts: int | list[int], back: Kind = "backward"
 ) -> Schedule:
-    """So many forwards first on each stage; with halves as many in flight there as on stage 0.
+    """On stage ``j``, ``counts[j]`` forwards, then a backward and a forward in turn.
 
-    A number stands for as many as there are devices on the way from the stage on, once or there and
-    back, and 0 for one. All replicas of a stage count, and each has as many.
+    Split backwards have ``counts[0]`` micro-batches in flight on each stage. Counts include all
+    replicas. A number is for the devices from a stage on, once (1) or both ways (2), or none (0).
     """
     if isinstance(counts, int):
         passes, counts, depth = counts, [], 0
@@ -245,15 +244,14 @@ def _with_slots(
 
 @lru_cache(maxsize=256)
 def _stage_order(m: int, j: int, back: Kind, first: int, delay: int) -> tuple[Action, ...]:
-    """The order of a stage."""
     return tuple(_alternating(_actions("forward", m, j), _actions(back, m, j), first, delay))
 
 
 def looped_bfs(m: int, device_of: Placement) -> Schedule:
     """Breadth first: GPipe, one stage of a device after the other.
 
-    With ``p`` devices and ``v`` stages on each the bubble is ``(p-1) / (v m + p-1)`` for every
-    ``m`` from ``p`` on; all ``m`` micro-batches are in flight. The last one goes back first.
+    With ``p`` devices and ``v`` stages on each the bubble is ``(p-1) / (v m + p-1)`` for every ``m
+    >= p``; all ``m`` micro-batches are in flight. The last one goes backward first.
     Source: Lamy-Poirier 2022, Breadth-First Pipeline Parallelism.
     """
     devices = _checked_layout("looped_bfs", "rounds", m, device_of)
@@ -266,29 +264,29 @@ def looped_bfs(m: int, device_of: Placement) -> Schedule:
 
 
 def interleaved_1f1b(m: int, device_of: Placement, *, size: int | None = None) -> Schedule:
-    """1F1B where each device has several stages: a round of micro-batches through each in turn.
+    """1F1B with several stages per device: a round of micro-batches through each stage in turn.
 
     With ``p`` devices and ``v`` stages on each the bubble is ``(p-1) / (v m + p-1)`` if ``m`` is a
-    multiple of ``p``. Other ``m`` idle a little more.
+    multiple of ``p``, otherwise a little more.
     Source: Narayanan et al. 2021, Efficient Large-Scale Language Model Training on GPU Clusters
     Using Megatron-LM, section 2.2.2.
 
     Args:
-        m, device_of: as for the others.
-        size: micro-batches of a round. By default ``p``, with a shorter last round; or, if that is
-            shorter for even stages, what makes rounds of one length, as in
-            ``torch.distributed.pipelining``: with more than ``p`` more are in flight.
+        m, device_of: as for :func:`one_f_one_b`.
+        size: micro-batches of a round. Default: ``p``, with a shorter last round; or equal rounds
+            as in ``torch.distributed.pipelining``, if these are faster for even
+            stages. Rounds of more than ``p`` hold more micro-batches in flight.
     """
     devices = _checked_layout("interleaved_1f1b", "rounds", m, device_of)
     return _interleaved("interleaved_1f1b", m, devices, "backward", size)
 
 
 def interleaved_zero_bubble(m: int, device_of: Placement, *, size: int | None = None) -> Schedule:
-    """Interleaved 1F1B with backward in two halves: weight halves fill the bubble.
+    """Interleaved 1F1B with split backwards: weight halves fill the bubble.
 
-    Device ``d`` puts weight halves off by ``d`` of them. With ``p`` devices and ``v`` stages on
-    each the devices idle for ``(p-1) (F+I-W)`` of a stage, where ``m`` is a multiple of ``p``, and
-    none holds more than ``v p`` cells. ``size`` is that of :func:`interleaved_1f1b`.
+    Device ``d`` delays weight halves by ``d`` of them. With ``p`` devices and ``v`` stages on each,
+    devices idle for ``(p-1) (F+I-W)`` of a stage if ``m`` is a multiple of ``p``, and hold at most
+    ``v p`` cells. ``size`` is that of :func:`interleaved_1f1b`.
     Source: Qi et al. 2023, as :func:`zb_h1`.
     """
     devices = _checked_layout("interleaved_zero_bubble", "rounds", m, device_of)
@@ -296,7 +294,7 @@ def interleaved_zero_bubble(m: int, device_of: Placement, *, size: int | None = 
 
 
 def round_sizes(m: int, p: int) -> list[int]:
-    """Of rounds over so many devices: with a shorter last one, and all of one length."""
+    """Round sizes to try on ``p`` devices: ``p`` with a shorter last round, and equal rounds."""
     rounds = max(1, m // p)
     return list(dict.fromkeys([p, *[m // rounds] * (m % rounds == 0)]))
 
@@ -314,9 +312,7 @@ def _interleaved(
     rows = []
     for d in range(p):
         forwards, backwards = [], []
-        for start in range(
-            0, -(-m // size) * size, size
-        ):  # those not there are left out in the end
+        for start in range(0, -(-m // size) * size, size):
             group = range(start, start + size)
             forwards += [Action("forward", i, j) for j in range(d, n, p) for i in group]
             backwards += [Action(back, i, j) for j in reversed(range(d, n, p)) for i in group]
@@ -328,11 +324,11 @@ def _interleaved(
 
 
 def zbv(m: int, device_of: Placement) -> Schedule:
-    """ZB-V: no bubble but the way to the turn, with the memory of 1F1B.
+    """ZB-V: no bubble except for the first micro-batch's way to the turn, in the memory of 1F1B.
 
-    No device idles between its first and its last action; the last one waits ``p-1`` for the first
-    micro-batch. At most ``2 p`` cells are in flight on any. Below ``2 p - 1`` micro-batches it is
-    the one for so many, without those that are none.
+    A device does not idle between its first and its last action; the last device waits ``p-1`` for
+    the first micro-batch. At most ``2 p`` cells are in flight on a device. Fewer than ``2 p - 1``
+    micro-batches take the schedule of ``2 p - 1``, with the missing ones left out.
     Source: Qi et al. 2023, Zero Bubble Pipeline Parallelism, section 6 (ZB-V).
     """
     devices = _checked_layout("zbv", "v", m, device_of)
@@ -350,10 +346,10 @@ def zbv(m: int, device_of: Placement) -> Schedule:
 
 
 def dualpipev(m: int, device_of: Placement) -> Schedule:
-    """DualPipeV: forwards of one stage beside backwards of the other, mostly whole ones.
+    """DualPipeV: forwards of one stage next to backwards, mostly whole ones, of the other.
 
-    Here the forward of such a pair comes before the backward. The bubble is ``p-1``, or more with
-    fewer than ``2 p`` micro-batches, and at most ``2 p + 1`` cells are in flight on any device.
+    The forward of such a pair comes first. The bubble is ``p-1``, or more with fewer than ``2 p``
+    micro-batches, and at most ``2 p + 1`` cells are in flight on a device.
     Source: DeepSeek-AI 2024, DeepSeek-V3 Technical Report, section 3.2.1 (DualPipe), cut in half by
     Sea AI Lab (github.com/deepseek-ai/DualPipe).
     """
@@ -374,9 +370,9 @@ def dualpipev(m: int, device_of: Placement) -> Schedule:
 def v_half(m: int, device_of: Placement) -> Schedule:
     """V-Half: half of 1F1B's activations, and half of its bubble.
 
-    The bubble is at most ``3 (p-1)``, and at most ``p + 2`` cells (``p + 1``, if ``p`` is odd) are
-    in flight on any device. Source: Qi et al. 2024, Pipeline Parallelism with Controllable Memory.
-    The building block for four devices, and others like it:
+    The bubble is at most ``3 (p-1)``, and at most ``p + 2`` cells (``p + 1`` if ``p`` is odd) are
+    in flight on a device. Source: Qi et al. 2024, Pipeline Parallelism with Controllable Memory.
+    The building block for four devices, and for others alike:
 
         device 0   F............fi.............I    every step on the way down takes 1,
                1    F.........f...i..........I      and every step on the way up takes 2
@@ -385,16 +381,16 @@ def v_half(m: int, device_of: Placement) -> Schedule:
     """
     devices = _checked_layout("v_half", "v", m, device_of)
     p = len(devices) // 2
-    turns = (1, 1, 2) if p % 2 else (4, 1, 5)  # so that no two actions meet
+    turns = (1, 1, 2) if p % 2 else (4, 1, 5)  # so that no two actions collide
     return _from_block("v_half", m, devices, (1, 2, 1, 2), turns, room=2 * (p // 2) + 2)
 
 
 def v_min(m: int, device_of: Placement) -> Schedule:
     """V-Min: about a third of 1F1B's activations, and two thirds of its bubble.
 
-    The bubble is at most ``4 (p-1)``, and at most ``2 ceil((p+2) / 3)`` cells are in flight on any
-    device. With up to three devices :func:`v_half` needs no more, and idles less. Source: as above.
-    The building block for four devices, where no step takes longer than it must:
+    The bubble is at most ``4 (p-1)``, and at most ``2 ceil((p+2) / 3)`` cells are in flight on a
+    device. With up to three devices :func:`v_half` needs no more memory and idles less. Source: as
+    above. The building block for four devices, where every step takes 1:
 
         device 0   F......fi......I
                1    F....f..i....I
@@ -403,13 +399,13 @@ def v_min(m: int, device_of: Placement) -> Schedule:
     """
     devices = _checked_layout("v_min", "v", m, device_of)
     p = len(devices) // 2
-    turns = (1, 1, 1) if p % 3 else (3, 1, 3)  # so that no two actions meet
+    turns = (1, 1, 1) if p % 3 else (3, 1, 3)  # so that no two actions collide
     return _from_block("v_min", m, devices, (1, 1, 1, 1), turns, room=2 * -(-(p + 2) // 3))
 
 
 def _from_letters(name: str, m: int, device_of: tuple[int, ...], rows: list[str]) -> Schedule:
-    """A schedule from a letter for each action: capital ones are for the next micro-batch of a
-    device's first stage, others for its second, and ``w`` is what waits for the longest time.
+    """A schedule from a letter for each action: capital for the next micro-batch of a device's
+    first stage, small for that of its second; ``w`` is the oldest weight half left.
     """
     actions = []
     for d, letters in enumerate(rows):
@@ -434,13 +430,12 @@ def _from_block(
     name: str, m: int, device_of: tuple[int, ...], steps: tuple[int, int, int, int],
     turns: tuple[int, int, int], room: int,
 ) -> Schedule:  # fmt: skip
-    """A schedule that repeats a building block, the way of a micro-batch, every six units of time.
+    """A schedule that repeats a building block, one micro-batch's actions, every six time units.
 
-    Six actions are what a micro-batch asks of a device. So where no two of a block meet on a
-    device modulo six, all blocks fit into each other, and devices are always busy. Weight halves
-    go wherever a device would idle, and where a forward needs the room that one takes. ``steps``
-    are the times from an action to the same one on the next stage of its way, forward down the
-    devices and up, and back down and up; ``turns`` are those between these four ways.
+    A micro-batch has six actions on each device, so if no two of a block collide modulo six, blocks
+    fit into each other without gaps. Weight halves go where a device would idle, and where a
+    forward needs their memory. ``steps`` are the times from stage to stage in each of four sweeps
+    (forward down the devices and up, backward down and up), ``turns`` those between the sweeps.
     """
     n, p = len(device_of), len(device_of) // 2
     ways = [(step,) * (p - 1) for step in steps]
@@ -458,7 +453,7 @@ def _from_block(
     return merge_orders(name, m, device_of, lists, room)
 
 
-#: The schedules by name; more can be added.
+#: The schedules by name; add your own here.
 SCHEDULES: dict[str, Callable[[int, Any], Schedule]] = {
     "naive": naive, "gpipe": gpipe, "1f1b": one_f_one_b, "zb_h1": zb_h1, "zb_h2": zb_h2,
     "looped_bfs": looped_bfs, "interleaved_1f1b": interleaved_1f1b,
@@ -469,27 +464,27 @@ SCHEDULES: dict[str, Callable[[int, Any], Schedule]] = {
 
 # --- from what people write ---------------------------------------------------------------------
 
-#: What a schedule can be given as: a name in :data:`SCHEDULES`, the path of a CSV file, a schedule,
-#: or what makes one for ``m`` micro-batches and stages on the devices ``device_of``.
+#: A name in :data:`SCHEDULES`, the path of a CSV file, a schedule, or a function that returns a
+#: schedule for ``m`` micro-batches and stages on the devices ``device_of``.
 ScheduleLike = str | os.PathLike[str] | Schedule | Callable[[int, Any], Schedule]
 
 
 def build(schedule: ScheduleLike, m: int, device_of: Sequence[int] | Devices) -> Schedule:
-    """Make a valid schedule for so many micro-batches and these stages.
+    """Make a valid schedule for ``m`` micro-batches and these stages.
 
-    With replicas, what does not know of them is made for one device in the place of those that
-    serve a stage together, and is dealt out (:func:`syncpipe.schedules.round_robin`).
+    Functions without support for replicas get one device for each group of replicas;
+    :func:`syncpipe.schedules.round_robin` then distributes the micro-batches.
 
     Args:
         schedule: a name in :data:`SCHEDULES`; a schedule; the path of a CSV file (:func:`to_csv`),
-            a string that ends in ``.csv`` or a path object; or any function ``(m, device_of)``
-            that returns a schedule, which is asked once for the same arguments.
+            a string that ends in ``.csv`` or a path object; or a function ``(m, device_of)`` that
+            returns a schedule, called once for the same arguments.
         m: number of micro-batches.
         device_of: for each stage the index of its device, or those of its replicas in a tuple.
 
     Raises:
-        TypeError: if ``schedule`` is none of these, or a function that returns no schedule.
-        ValueError: the name is unknown, or the schedule not valid or made for something else.
+        TypeError: ``schedule`` is none of these, or the function returns no schedule.
+        ValueError: the name is unknown, or the schedule is invalid or made for other arguments.
     """
     devices = tuple(device_of)
     if isinstance(schedule, str) and not schedule.endswith(".csv"):
@@ -504,12 +499,12 @@ def build(schedule: ScheduleLike, m: int, device_of: Sequence[int] | Devices) ->
             f"schedule={schedule!r}: must be a name, a Schedule, the path of a CSV file or a "
             f"function (m, device_of) -> Schedule; the names are {', '.join(SCHEDULES)}"
         )
-    # As a method it has a hash, which is that of an object, whatever the function itself has.
+    # A bound method is hashable by identity, whether or not the function is.
     return _call_maker(types.MethodType(operator.call, schedule), m, devices)
 
 
 def maker_of(name: str) -> Callable[[int, Any], Schedule]:
-    """What makes the schedule of that name."""
+    """The function that makes the schedule of that name."""
     if name in SCHEDULES:
         return SCHEDULES[name]
     if name == "auto":
@@ -525,7 +520,7 @@ def maker_of(name: str) -> Callable[[int, Any], Schedule]:
 
 
 def schedule_label(schedule: ScheduleLike) -> str:
-    """How messages call it."""
+    """The schedule's name in messages."""
     if isinstance(schedule, str | os.PathLike | Schedule):
         return repr(schedule.name if isinstance(schedule, Schedule) else str(schedule))
     if isinstance(schedule, partial):
@@ -553,7 +548,7 @@ def _call_maker(function: types.MethodType, m: int, device_of: Devices) -> Sched
 
 
 def _without_replicas(device_of: Devices) -> tuple[int, ...]:
-    """The same stages with one device in the place of those that serve a stage together."""
+    """For each stage one index, with one device in place of each group of replicas."""
     if not any(isinstance(devices, tuple) for devices in device_of):
         return cast("tuple[int, ...]", device_of)
     groups = list(dict.fromkeys(device_of))
@@ -561,7 +556,7 @@ def _without_replicas(device_of: Devices) -> tuple[int, ...]:
 
 
 def _checked_schedule(schedule: Schedule, m: int, device_of: Devices) -> Schedule:
-    """The schedule itself, or dealt out to replicas, if it is valid for these stages."""
+    """The schedule itself, or distributed to replicas, if it is valid for these stages."""
     single = device_of if schedule.device_of == device_of else _without_replicas(device_of)
     for what, has, wanted in (("m", schedule.m, m), ("device_of", schedule.device_of, single)):
         if has != wanted:
