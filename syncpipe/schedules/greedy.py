@@ -1,11 +1,11 @@
-"""Greedy list scheduling: a device that is free takes the most urgent of what can start.
+"""Greedy list scheduling: a free device takes the startable action of highest priority.
 
-It looks ahead: what has begun elsewhere has a known end, so if something more urgent is about to
-arrive, the device may wait for it, or do something short meanwhile. How long it waits is its
-*lookahead*: at most so many times the delay that this spares the other.
+With *lookahead*, a device may leave the action that it could start now, if an action of higher
+priority arrives soon. It waits for at most ``lookahead`` times the delay that the other action
+would suffer, or does something that ends before.
 
-Whatever a device takes, the order of each of its lists is kept, and the order in which things
-happened is one in which they can happen again. So no result has a deadlock.
+Actions of one list keep their order, and the resulting order has been played through once. So
+results have no deadlock.
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ from syncpipe.schedules.schedule import HALVES, KINDS, Action, Devices, Kind, Sc
 __all__ = ["ROUNDING", "ListSchedule", "Priorities", "Problem", "merge_orders", "round_robin"]
 
 
-#: For each kind, stage and micro-batch; what has the least is done first.
+#: For each kind, stage and micro-batch; the lowest number is done first.
 Priorities = dict[Kind, list[Times]]
-#: How urgent an action is, what it is one of, what it takes, what must be left over, what it gives.
+#: Priority, times, the action, memory that it takes, that must be left, that it gives back.
 _Node = tuple[float, ActionTimes, Action, float, float, float]
-#: Of floats that differ by less, relative, neither is the greater one.
+#: Floats that differ by less, relatively, count as equal.
 ROUNDING = 1e-9
 
 
 @dataclass(frozen=True)
 class Problem:
-    """What a schedule is made for; sizes are those of :func:`.auto`."""
+    """The task of the scheduler; for sizes see :func:`.auto`."""
 
     m: int
     device_of: Devices
@@ -45,13 +45,13 @@ class Problem:
 
     @property
     def kinds(self) -> tuple[Kind, ...]:
-        """Of the actions, in the order in which those of a cell happen."""
+        """The kinds of actions, in their order within a cell."""
         return ("forward", *HALVES) if self.split else ("forward", "backward")
 
     @cached_property
     def finish_reserve(self) -> list[float]:
-        """For each stage the memory that must be left over when a micro-batch comes to it, to lead
-        it through all later stages on the device, so that it does not get stuck.
+        """For each stage the memory that must be left when a micro-batch starts there: enough for
+        all later stages on the device, so the device cannot get stuck.
         """
         sizes = [max(self.held(0, j), self.held(self.m - 1, j)) for j in range(len(self.device_of))]
         rows = stages_on(self.device_of)
@@ -60,25 +60,23 @@ class Problem:
 
     @cached_property
     def recompute_reserve(self) -> list[float]:
-        """For each device what a recomputation takes on besides: it must be left over, too, until
-        the last one is done.
-        """
+        """For each device the additional memory of a recomputation."""
         rows = stages_on(self.device_of)
         return [max(self.activations[j] - self.held(0, j) for j in own) for own in rows]
 
     def held(self, i: int, j: int) -> float:
-        """The memory of a cell from its forward on; that of its activations from its backward."""
+        """The memory of a cell from its forward on, until its recomputation."""
         return self.inputs[j] if i < self.recomputed[j] else self.activations[j]
 
     def memory(self, action: Action) -> tuple[float, float]:
-        """What an action takes when it starts, and what it gives back when it ends."""
+        """The memory that an action takes at its start and gives back at its end."""
         kind, i, j = action
         whole, first = self.activations[j], self.held(i, j)
         takes = {"activation": first, "gradient": whole - first, "": 0.0}[KINDS[kind].sends]
         return takes, whole * (KINDS[kind].in_flight_change < 0)
 
     def peak(self, row: Iterable[Action]) -> float:
-        """The most that a device holds at once."""
+        """The maximum memory that a device holds."""
         held = peak = 0.0
         for takes, gives in map(self.memory, row):
             held += takes
@@ -87,21 +85,20 @@ class Problem:
         return peak
 
     def fits(self, rows: Iterable[Iterable[Action]]) -> bool:
-        """Whether no device ever holds more than it may."""
+        """Whether all devices stay within their limits."""
         limits = zip(map(self.peak, rows), self.limits, strict=True)
         return all(peak <= limit * (1 + ROUNDING) for peak, limit in limits)
 
     def play(self, rows: Sequence[Sequence[Action]]) -> Played:
-        """Plays a schedule through."""
         return play(rows, self.m, self.device_of, self.costs, self.recomputed)
 
 
 class ListSchedule:
-    """Puts everything in an order: of what can start, what has the least priority is done first.
+    """The actions of ``lists``, some for each device, in one order: ``rows``.
 
-    ``rows`` are the actions of each device in order, ``cells`` say when they ended, and if
-    ``stuck`` something is left, for want of memory or because lists wait for each other. Mirrored
-    is back in time: what ends last comes first, and gives are takes.
+    ``table`` has their end times. If ``stuck``, actions are left, for lack of memory or because
+    lists wait for each other. ``mirrored`` reverses time: the last actions come first, and memory
+    is taken where it is given back.
     """
 
     def __init__(
@@ -111,7 +108,7 @@ class ListSchedule:
         p, devices = problem, range(len(lists))
         self.table = table = time_table(p.m, p.device_of, p.costs, p.recomputed, mirrored=mirrored)
         self.rows: list[list[Action]] = [[] for _ in devices]
-        self._next_check = [0.0 for _ in devices]  # when each looks for something to do next
+        self._next_check = [0.0 for _ in devices]  # for startable actions
         self._free, self._memory = [0.0 for _ in devices], [0.0 for _ in devices]
         self._links = [[0.0 for _ in devices] for _ in devices]
         self._limits = [limit * (1 + ROUNDING) for limit in p.limits]
@@ -122,10 +119,10 @@ class ListSchedule:
             spare = p.finish_reserve[j] if careful and (mirrored or kind == "forward") else 0.0
             return priorities[kind][j][i], table[kind][j], action, takes, spare, gives
 
-        # The next one is the last of its list.
+        # The next action of a list is its last entry.
         step = 1 if mirrored else -1
         self._unscheduled = [[list(map(node, each[::step])) for each in own] for own in lists]
-        # What is kept for recomputations, and how many of them are still to come.
+        # Memory reserved while recomputations are left, and the number of these.
         self._reserve = p.recompute_reserve if careful and not mirrored else [0.0 for _ in devices]
         self._recomputed = p.recomputed
         self._to_recompute = [sum(p.recomputed[j] for j in own) for own in stages_on(p.device_of)]
@@ -148,9 +145,7 @@ class ListSchedule:
     def _startable(
         self, d: int, now: float
     ) -> tuple[list[tuple[float, float, list[_Node]]], list[tuple[float, float]]]:
-        """What a free device can do: how urgent it is, when it would end, and the list that it is
-        in; and what can start later: when, and how urgent it is.
-        """
+        """Actions that can start now: (priority, end, list); and later: (start, priority)."""
         held, limit = self._memory[d], self._limits[d]
         extra = self._reserve[d] * bool(self._to_recompute[d])
         found, ahead = [], []
@@ -196,11 +191,11 @@ def merge_orders(
     name: str, m: int, device_of: Devices, orders: Iterable[Sequence[Action]],
     limit: float = math.inf,
 ) -> Schedule:  # fmt: skip
-    """Merges orders into one for each device, as if whoever is free took the most urgent action.
+    """Merge orders into one for each device, in which a free device takes the most urgent action.
 
-    A forward takes one unit of time, and so does half a backward; transfers take none. Each order
-    stays as it is; what is for several devices is taken apart. No more cells than the limit, which
-    is not less than the orders need, are in flight on a device.
+    Each order stays as it is, except that orders for several devices are split. A forward takes one
+    unit of time, a half backward too, transfers none. At most ``limit`` cells are in flight
+    on a device; the orders must not need more.
     """
     n, whole, orders = len(device_of), Schedule(m, device_of, (), name), list(orders)
     if [order[0].j for order in orders] == list(range(n)) == list(device_of):
@@ -215,7 +210,7 @@ def merge_orders(
             lists[d].append(actions)
     if all(len(some) == 1 for some in lists):
         return replace(whole, actions=tuple([tuple(some[0]) for some in lists]))
-    # What brings gradients on, forwards, the rest; and what is nearest to the end of its way.
+    # Actions that let gradients flow, forwards, the rest; among these the nearest to their end.
     ranks: dict[Kind, range] = {
         "forward": range(2 * n - 1, n - 1, -1), "backward": range(n), "backward_input": range(n),
         "backward_weight": range(2 * n, 3 * n),
@@ -231,10 +226,10 @@ def merge_orders(
 
 @lru_cache(maxsize=128)
 def round_robin(schedule: Schedule, device_of: Devices) -> Schedule:
-    """Deals a schedule out to replicas: each takes every ``r``-th micro-batch, in the same order.
+    """Distribute a schedule to replicas: each takes every ``r``-th micro-batch, in the same order.
 
     Args:
-        schedule: a valid one. Stages that are on one device have the same replicas, too.
-        device_of: for each stage the index of its device, or of those of its replicas.
+        schedule: a valid one. Stages on one device have the same replicas.
+        device_of: for each stage the index of its device, or those of its replicas.
     """
     return merge_orders(schedule.name, schedule.m, device_of, schedule.actions)

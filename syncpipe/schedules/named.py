@@ -125,7 +125,7 @@ def _checked_layout(
 def _alternating(
     forwards: Sequence[Action], backwards: Sequence[Action], first: int, delay: int = 0
 ) -> list[Action]:
-    """``first`` forwards, then backward, forward in turn; weight halves ``delay`` backwards late."""
+    """``first`` forwards, then backwards, forwards in turn; weight halves are ``delay`` late."""
     halves = [action for action in backwards if action.kind == "backward_input"]
     weights = [Action("backward_weight", i, j) for _, i, j in halves]
     row = list(forwards[:first])

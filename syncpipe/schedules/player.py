@@ -1,17 +1,16 @@
-"""Lets every device go on until something is missing: how long a schedule takes, and whether it can
-be carried out at all.
+"""Simulate a schedule: how long it takes, and whether it can run at all.
 
-A device performs its actions in order, each as soon as the device is free and what the action needs
-has arrived. What goes to another device takes the link between the two, one direction of it, one
-thing after another, while computing goes on:
+A device performs its actions in order, each as soon as the device is free and the inputs have
+arrived. Between two devices there is one link in each direction, which carries one transfer after
+another while the devices compute:
 
-    device 0   F0--F1--F2                 B0--      What F0 made is on the link 0 > 1 while F1 is
-    link 0>1       ~~  ~~  ~~                       being computed, and B0 waits for the gradient
-    device 1         F0--B0----F1--B1----           on the link 1 > 0.
+    device 0   F0--F1--F2                 B0--      The output of F0 is on the link 0>1 while F1 is
+    link 0>1       ~~  ~~  ~~                       being computed. B0 waits for the gradient on
+    device 1         F0--B0----F1--B1----           the link 1>0.
     link 1>0                   ~~
 
-All that a link carries comes from one device, in the order of its actions. So devices can be played
-one after another, each as far as what has arrived lets it go, and no clock is needed.
+All transfers of a link come from one device, in the order of its actions. So no clock is needed:
+devices are played one after another, each as far as the transfers that have arrived allow.
 """
 
 from __future__ import annotations
@@ -43,21 +42,21 @@ __all__ = [
 
 @dataclass(frozen=True)
 class Costs:
-    """How long things take for one micro-batch, in any unit of time.
+    """Durations for one micro-batch, in any unit of time.
 
     Attributes:
         forward: for each stage.
         backward_input, backward_weight: for each stage, the gradients of its inputs and of its
-            parameters. A whole backward takes as long as its two halves.
-        transfer: for each but the last stage, of its output to the next stage, and of the gradient
-            back; nothing if the two are on one device. Empty: none.
-        skips: for each pair (stage that stashes, stage that pops) the same.
-        recompute: for each stage, a forward that is done once more. Empty: as the forward.
-        last: what the last micro-batch takes, where it is smaller than the others.
+            parameters. A whole backward takes the sum of both.
+        transfer: for each stage but the last, its output to the next stage, and the gradient back.
+            Transfers within a device take no time. Empty: none.
+        skips: the same for each pair (stage that stashes, stage that pops).
+        recompute: for each stage, the forward during recomputation. Empty: as ``forward``.
+        last: durations for the last micro-batch, if it is smaller than the others.
         update: for each stage, an update of its weights. Empty: none.
 
     Raises:
-        ValueError: lengths do not match, a time is no number or negative, or a skip leads nowhere.
+        ValueError: lengths differ, a time is negative or not finite, or a skip has no such stages.
     """
 
     forward: tuple[float, ...]
@@ -99,35 +98,35 @@ class Costs:
         cls, n: int, forward: float = 1.0, backward_input: float = 1.0,
         backward_weight: float = 1.0, transfer: float = 0.0, update: float = 0.0,
     ) -> Costs:  # fmt: skip
-        """The same for each of ``n`` stages."""
+        """The same durations for each of ``n`` stages."""
         kinds = (forward,) * n, (backward_input,) * n, (backward_weight,) * n
         return cls(*kinds, transfer=(transfer,) * (n - 1), update=(update,) * n)
 
     @cached_property
     def times(self) -> dict[Kind, list[float]]:
-        """For each kind of action and stage."""
+        """Durations by kind of action and stage."""
         parts = {kind: [getattr(self, part) for part in KINDS[kind].costs] for kind in KINDS}
         return {kind: list(map(sum, zip(*times, strict=True))) for kind, times in parts.items()}
 
     @cached_property
     def edges(self) -> dict[tuple[int, int, bool], float]:
-        """What travels, in the order in which it leaves: from stage to stage, whether as a skip."""
+        """Transfer times by (source, target, whether it is a skip), in the order of sending."""
         ways = {(j, j + 1, False): time for j, time in enumerate(self.transfer)}
         return ways | {(a, b, True): time for (a, b), time in self.skips.items()}
 
 
-#: When something was there, for each micro-batch; less than 0 if never.
+#: A time for each micro-batch; negative if the event has not happened.
 Times = list[float]
 
 
 class ActionTimes(NamedTuple):
-    """The actions of a kind on a stage; lists have an entry for each micro-batch."""
+    """Times of the actions of one kind on one stage; each list has an entry per micro-batch."""
 
-    ends: Times  # the same for both kinds that bring a gradient, as a micro-batch has one of them
-    needs: list[Times]  # when what they wait for arrived
+    ends: Times  # shared by both kinds of backward, as a micro-batch has one of them
+    needs: list[Times]  # arrival times of their inputs
     sends: list[tuple[int, Times, tuple[int, ...], list[float]]]  # stage, arrivals, devices, times
-    takes: list[float]  # how long they take
-    recompute: list[float]  # how long the recomputation takes that comes before
+    takes: list[float]  # their durations
+    recompute: list[float]  # durations of the recomputations before them
 
 
 TimeTable = dict[Kind, list[ActionTimes]]
@@ -137,10 +136,9 @@ def time_table(
     m: int, device_of: Devices, costs: Costs, recomputed: Sequence[int] = (),
     more: tuple[Kind, ...] = (), *, mirrored: bool = False,
 ) -> TimeTable:  # fmt: skip
-    """For each kind and stage what is known before anything has been done.
+    """The times of all actions before any has run: for the kinds of schedules, and ``more``.
 
-    There are the kinds that a schedule can have, and ``more``. Mirrored is back in time: what sent
-    then waits, and a recomputation is a part of its backward.
+    ``mirrored`` reverses time: senders wait for receivers, a recomputation is part of its backward.
     """
     last, counts, none = costs.last or costs, recomputed or (0,) * len(device_of), [0.0] * m
     table: TimeTable = {}
@@ -173,25 +171,28 @@ def time_table(
 
 
 class Played(NamedTuple):
-    makespan: float  # when the last action ended; math.inf if devices wait for each other for ever
+    makespan: float  # end of the last action; math.inf in a deadlock
     table: TimeTable
-    waiting: list[Action | None]  # for each device the first action that could not be carried out
+    waiting: list[Action | None]  # for each device the first action that cannot run
 
 
 def play(
     rows: Sequence[Sequence[Action]], m: int, device_of: Devices, costs: Costs,
     recomputed: Sequence[int] = (), more: tuple[Kind, ...] = (),
 ) -> Played:  # fmt: skip
-    """Plays lists of actions through, one for each device; nothing is checked.
+    """Simulate lists of actions, one for each device, without any checks.
 
-    Of each stage so many micro-batches, the first ones, are recomputed before they go back.
+    The first ``recomputed[j]`` micro-batches of stage ``j`` are recomputed before their backward.
     """
     table = time_table(m, device_of, costs, recomputed, more)
-    plain = {kind: list(map(tuple, row)) for kind, row in table.items()}  # quicker to take apart
+    plain = {kind: list(map(tuple, row)) for kind, row in table.items()}  # faster to unpack
     left, free = list(map(iter, rows)), [0.0] * len(rows)
     waiting = [next(row, None) for row in left]
     links = [[0.0] * len(rows) for _ in rows]
-    sweep = [*range(len(rows)), *reversed(range(len(rows)))]  # there and back, as what is sent
+    sweep = [
+        *range(len(rows)),
+        *reversed(range(len(rows))),
+    ]  # activations, then gradients
     moved = True
     while moved:
         moved = False
@@ -227,9 +228,7 @@ def play(
 def heads_and_tails(
     device_of: Devices, costs: Costs, split: bool
 ) -> tuple[list[float], list[float]]:
-    """For each stage the time that no micro-batch is short of on its way to it, and that no
-    gradient is short of on its way from it to the first stage.
-    """
+    """Lower bounds for each stage: a micro-batch's way to it, a gradient's way back to stage 0."""
     last, heads, tails = costs.last or costs, [0.0], [0.0]
     back: Kind = "backward_input" if split else "backward"
     for j, way in enumerate(map(min, costs.transfer, last.transfer)):
@@ -243,15 +242,14 @@ def lower_bound(
     m: int, device_of: Devices, costs: Costs, recomputed: Sequence[int], split: bool,
     taken: Sequence[float] = (),
 ) -> float:  # fmt: skip
-    """No order of these actions takes less: see docs/planning.md.
+    """Lower bound of the makespan of any order of these actions; see docs/planning.md.
 
-    A device waits until a micro-batch has come through the stages before its own, has all of its
-    work to do, and its last gradient goes back through them. ``taken``: for each device the seconds
-    that anything else asks for in place of its work.
+    A device waits for the first micro-batch, does all its work, and its last gradient goes back to
+    the first stage. ``taken``: for each device a lower bound that replaces that of its work.
     """
     last, work, late = costs.last or costs, list[float](), list[float]()
     for j, count in enumerate(recomputed):
-        r = len(devices_of(device_of, j))  # one of several replicas has its share at least
+        r = len(devices_of(device_of, j))  # the busiest replica has at least this share
         forward, back, weight = (
             ((m - 1) * costs.times[kind][j] + last.times[kind][j]) / r
             for kind in ("forward", *HALVES)
@@ -263,24 +261,26 @@ def lower_bound(
     bound = 0.0
     for d, own in enumerate(stages_on(device_of)):
         tail, rest = tails[own[0]], sum(late[j] for j in own)
-        after = max(tail, rest) if split else tail + rest  # nothing waits for weight halves
+        after = max(tail, rest) if split else tail + rest  # no stage waits for weight halves
         whole = sum(work[j] for j in own) + after
         bound = max(bound, heads[own[0]] + max([whole, *(x + tail for x in taken[d : d + 1])]))
     return bound
 
 
 def validate(schedule: Schedule) -> None:
-    """Prove that free-running devices can carry out a schedule, and that it is a whole one.
+    """Check that a schedule is complete and that devices can carry it out.
 
-    Who passes has no deadlock, however long actions take: it depends on the order alone. Otherwise
-    a ValueError names the first action that is wrong, and why.
+    A valid schedule has no deadlock, whatever the durations: this depends on the order alone.
+
+    Raises:
+        ValueError: the schedule is invalid; names the first wrong action and the reason.
     """
     for problem in _problems(schedule):
         raise ValueError(f"schedule {schedule.name!r} is not valid: {problem}")
 
 
 def _problems(schedule: Schedule) -> Iterator[str]:
-    """What is wrong; each check relies on those before it."""
+    """The reasons why a schedule is invalid; each check relies on the previous ones."""
     m, n, rows, device_of = schedule.m, schedule.n, schedule.actions, schedule.device_of
     if m < 1 or n < 1:
         yield f"it needs micro-batches and stages, not m={m}, n={n}"
@@ -316,7 +316,7 @@ def _problems(schedule: Schedule) -> Iterator[str]:
 
 
 def checked_counts(rematerialized: Sequence[int] | None, m: int, n: int) -> tuple[int, ...]:
-    """How many micro-batches each stage recomputes, checked; None: none."""
+    """The number of micro-batches that each stage recomputes, checked; none by default."""
     counts = (0,) * n if rematerialized is None else tuple(rematerialized)
     if len(counts) != n or not all(0 <= count <= m for count in counts):
         raise ValueError(f"rematerialized={counts}: give {n} numbers, one a stage, of 0 to m={m}")
@@ -325,27 +325,27 @@ def checked_counts(rematerialized: Sequence[int] | None, m: int, n: int) -> tupl
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """Something that took time, on one row of a timeline."""
+    """A timed event on one row of a timeline."""
 
     kind: str  # of the action, or "transfer"
     i: int  # micro-batch
-    j: int  # stage; for a transfer the one that it comes from
-    row: int  # index of the worker or device; for a transfer the one that sends
-    start: float  # seconds since the timeline's beginning; for a simulation in its own unit
-    end: float  # the same
-    target: int | None = None  # for a transfer the stage that it goes to
-    step: int = 0  # which call of the pipe (mini-batch) it belongs to
-    backward: bool = False  # for a transfer, whether it carries a gradient
-    host: float | None = None  # for how long its thread was running, where that is known
+    j: int  # stage; of a transfer the source
+    row: int  # index of the worker or device; of a transfer that of the source
+    start: float  # seconds since the start of the timeline; in a simulation the unit of the costs
+    end: float  # as start
+    target: int | None = None  # of a transfer the stage that it goes to
+    step: int = 0  # index of the call of the pipe (mini-batch)
+    backward: bool = False  # of a transfer, whether it carries a gradient
+    host: float | None = None  # CPU time of its thread, if known
 
     @property
     def duration(self) -> float:
-        """How long it took."""
+        """End minus start."""
         return self.end - self.start
 
 
 def lanes(spans: Iterable[Span]) -> list[tuple[int, Span]]:
-    """Spans by start, each with the first lane that is free: on one lane no two overlap."""
+    """Spans by start, each with its lane; spans on the same lane do not overlap."""
     ends: list[float] = []
     placed = []
     for span in sorted(spans, key=lambda span: span.start):
@@ -357,13 +357,13 @@ def lanes(spans: Iterable[Span]) -> list[tuple[int, Span]]:
 
 @dataclass(frozen=True)
 class Simulation:
-    """All actions, and all transfers between devices, each in the order in which they started."""
+    """All actions, and all transfers between devices, each in the order of their starts."""
 
     schedule: Schedule
     costs: Costs
     spans: tuple[Span, ...]
     transfers: tuple[Span, ...]
-    makespan: float  # when the last action ended; the first started at 0
+    makespan: float  # end of the last action; the first one starts at 0
     rematerialized: tuple[int, ...] = ()
 
     @property
@@ -374,13 +374,13 @@ class Simulation:
 
     @property
     def bubble(self) -> float:
-        """The fraction of the devices' time in which they were idle."""
+        """The idle fraction of the devices' time, from 0 to 1."""
         whole = len(self.schedule.actions) * self.makespan
         return max(0.0, 1 - math.fsum(self.busy) / whole) if whole else 0.0
 
     @property
     def in_flight(self) -> tuple[int, ...]:
-        """For each stage the largest number of micro-batches alive at once."""
+        """For each stage the largest number of micro-batches in flight."""
         return self.schedule.in_flight
 
 
@@ -388,18 +388,18 @@ def simulate(
     schedule: Schedule, costs: Costs, rematerialized: Sequence[int] | None = None, *,
     update_every: int | None = None,
 ) -> Simulation:  # fmt: skip
-    """Play a schedule through with times.
+    """Simulate a schedule with durations.
 
     Args:
-        schedule: what each device does in which order.
-        costs: how long it takes; for as many stages.
+        schedule: what each device does, in order.
+        costs: durations, for the same number of stages.
         rematerialized: for each stage how many micro-batches, the first ones, are recomputed before
-            they go back. A recomputation waits for no gradient.
-        update_every: each stage updates its weights whenever so many micro-batches have gone back,
-            without waiting for the others, as ``Pipe.train_stream`` does.
+            their backward. A recomputation does not wait for the gradient.
+        update_every: each stage updates its weights after this many backwards, without waiting for
+            the others, as ``Pipe.train_stream`` does.
 
     Raises:
-        ValueError: the schedule is not valid, or something is for another number of stages.
+        ValueError: the schedule is invalid, or arguments are for different numbers of stages.
     """
     validate(schedule)
     if (n := len(costs.forward)) != schedule.n:
@@ -415,7 +415,7 @@ def simulate(
 
 
 def _spans(schedule: Schedule, costs: Costs, counts: Sequence[int], every: int) -> Iterator[Span]:
-    """Everything that happens, device by device."""
+    """The spans of all actions and transfers, device by device."""
     rows = schedule.recomputing(counts)
     for row in rows if every else ():
         for p in reversed(range(len(row))):
