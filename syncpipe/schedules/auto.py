@@ -94,7 +94,7 @@ def auto(
     whole = _checked_sizes("activations", (1.0,) * n if activations is None else activations, n)
     first = _checked_sizes("inputs", whole if inputs is None else inputs, n)
     if any(size > most for size, most in zip(first, whole, strict=True)):
-        raise ValueError(f"inputs={first} are part of activations={whole}, and no larger")
+        raise ValueError(f"inputs={first} must not be larger than activations={whole}")
     split = split and any(costs.backward_weight)
     counts, free = checked_counts(rematerialized, m, n), (math.inf,) * d
     p = Problem(m, devices, costs, counts, whole, first, free, split)
@@ -138,8 +138,8 @@ def _initial_schedules(p: Problem, starts: Iterable[Schedule]) -> dict[str, Sche
     if not fitting:
         peaks = tuple(map(p.peak, naive(p.m, p.device_of).actions))
         raise ValueError(
-            f"memory={p.limits}: one micro-batch at a time takes {peaks}; give each device at "
-            "least as much, or recompute"
+            f"memory={p.limits}: one micro-batch at a time takes {peaks}: give each device at "
+            "least as much memory, or recompute"
         )
     return fitting
 

@@ -93,8 +93,8 @@ def _checked_devices(m: int, device_of: Placement) -> Devices:
     there = set(chain.from_iterable(devices_of(devices, j) for j in range(len(devices))))
     if not there or there != set(range(len(there))):
         raise ValueError(
-            f"device_of={device_of} must name, for each stage, one of the devices 0, 1, ..., and "
-            "each of these at least once"
+            f"device_of={device_of} must name a device 0, 1, ... for each stage, and every device "
+            "at least once"
         )
     return devices
 
@@ -107,8 +107,8 @@ def _checked_layout(
     single = tuple([device for device in devices if isinstance(device, int)])
     if single != devices:
         raise ValueError(
-            f"{name} is made for stages on one device each, but device_of={devices}: make it for "
-            "one of them, and deal that by syncpipe.schedules.round_robin(schedule, device_of)"
+            f"{name} has no replicas, but device_of={devices}: make it for one device per stage, "
+            "then distribute it by syncpipe.schedules.round_robin(schedule, device_of)"
         )
     line = tuple(range(max(single) + 1))
     wanted = line + line[::-1] if shape == "v" else line * (len(single) // len(line))
@@ -117,7 +117,7 @@ def _checked_layout(
         if shape == "rounds":
             where, example = "stages that go round the devices evenly", [*line, *line]
         raise ValueError(
-            f"{name} needs {where}, such as devices={example}, but device_of={list(single)}"
+            f"{name} needs {where}, for example devices={example}, not device_of={list(single)}"
         )
     return single
 
@@ -193,8 +193,7 @@ def one_f_one_b(
     if not valid or counts != sorted(counts, reverse=True):
         raise ValueError(
             f"slots={slots!r}: use 'textbook', 'overlap' or a number for each of {n} stages: at "
-            "least one, and with all replicas no more than the stage before, or it would wait for "
-            "ever"
+            "least 1, and times replicas no more than for the previous stage, or it would deadlock"
         )
     return _with_slots("1f1b", m, devices, counts)
 
@@ -509,14 +508,14 @@ def maker_of(name: str) -> Callable[[int, Any], Schedule]:
         return SCHEDULES[name]
     if name == "auto":
         raise ValueError(
-            "schedule='auto' is made for costs: record some steps (with pipe.trace() as trace:) "
-            "and give syncpipe.schedules.auto(m, device_of, costs=trace.costs, "
+            "schedule='auto' needs costs: record some steps (with pipe.trace() as trace:) and give "
+            "syncpipe.schedules.auto(m, device_of, costs=trace.costs, "
             "rematerialized=trace.rematerialized)"
         )
     close = difflib.get_close_matches(name.lower(), SCHEDULES, n=1, cutoff=0.5)
     hint = f" did you mean {close[0]!r}?" if close else ""
     known = f"the names are {', '.join(SCHEDULES)}, and a path ends in .csv"
-    raise ValueError(f"there is no schedule {name!r};{hint} {known}")
+    raise ValueError(f"schedule={name!r} is unknown;{hint} {known}")
 
 
 def schedule_label(schedule: ScheduleLike) -> str:
@@ -540,10 +539,10 @@ def _call_maker(function: types.MethodType, m: int, device_of: Devices) -> Sched
     try:
         schedule = function(m, given)
         if not isinstance(schedule, Schedule):
-            raise TypeError(f"schedule={name} returned {schedule!r}, which is no Schedule")
+            raise TypeError(f"schedule={name} returned {schedule!r}, not a Schedule")
         return _checked_schedule(schedule, m, device_of)
     except Exception as error:
-        error.add_note(f"So says schedule={name} when called with m={m}, device_of={given}")
+        error.add_note(f"raised by schedule={name}, called with m={m}, device_of={given}")
         raise
 
 
@@ -561,7 +560,7 @@ def _checked_schedule(schedule: Schedule, m: int, device_of: Devices) -> Schedul
     for what, has, wanted in (("m", schedule.m, m), ("device_of", schedule.device_of, single)):
         if has != wanted:
             raise ValueError(
-                f"schedule {schedule.name!r} is made for {what}={has}, but here {what}={wanted}; "
+                f"schedule {schedule.name!r} is made for {what}={has}, not {what}={wanted}; "
                 f"make one for m={m}, device_of={single}"
             )
     validate(schedule)

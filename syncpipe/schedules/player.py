@@ -71,7 +71,7 @@ class Costs:
     def __post_init__(self) -> None:
         n = len(self.forward)
         if n == 0:
-            raise ValueError("costs are for at least one stage, but forward is empty")
+            raise ValueError("forward is empty: give costs for at least one stage")
         object.__setattr__(self, "skips", dict(self.skips))
         empty = {"transfer": (0.0,) * (n - 1), "recompute": self.forward, "update": (0.0,) * n}
         every = {"skips": tuple(self.skips.values())}
@@ -80,18 +80,18 @@ class Costs:
             length = n - (name == "transfer")
             if len(times) != length:
                 raise ValueError(
-                    f"{name} has {len(times)} times, but forward is for {n} stages: give {length}"
+                    f"{name} has {len(times)} times, but forward has {n} stages: give {length}"
                 )
             object.__setattr__(self, name, times)
         for name, times in every.items():
             for time in times:
                 if not (math.isfinite(time) and time >= 0):
-                    raise ValueError(f"{name} has the time {time}: give a finite one, not negative")
+                    raise ValueError(f"{name} contains {time}: give finite times, not negative")
         for source, target in self.skips:
             if not 0 <= source < target < n:
-                raise ValueError(f"a skip from stage {source} to {target} is none, with {n} stages")
+                raise ValueError(f"no skip leads from stage {source} to {target} of {n} stages")
         if self.last is not None and len(self.last.forward) != n:
-            raise ValueError(f"last is for {len(self.last.forward)} stages, but forward for {n}")
+            raise ValueError(f"last has {len(self.last.forward)} stages, but forward has {n}")
 
     @classmethod
     def even(
@@ -283,7 +283,7 @@ def _problems(schedule: Schedule) -> Iterator[str]:
     """The reasons why a schedule is invalid; each check relies on the previous ones."""
     m, n, rows, device_of = schedule.m, schedule.n, schedule.actions, schedule.device_of
     if m < 1 or n < 1:
-        yield f"it needs micro-batches and stages, not m={m}, n={n}"
+        yield f"m={m}, n={n}, but both must be at least 1"
     if {d for j in range(n) for d in devices_of(device_of, j)} != set(range(len(rows))):
         yield f"it has {len(rows)} lists of actions, one for each device, but {device_of=}"
 
@@ -296,7 +296,7 @@ def _problems(schedule: Schedule) -> Iterator[str]:
             kind, i, j = action
             own = 0 <= i < m and 0 <= j < n and schedule.device(i, j) == d
             if action in place or not own or kind not in kinds(i, j):
-                why = "is there twice" if action in place else "is none of its cells, or is split"
+                why = "is a duplicate" if action in place else "does not belong there, or is split"
                 yield f"{action}, action {p} of device {d}, {why}: {m=}, {device_of=}"
             place[action] = p, d
     every = (Action(kind, i, j) for i in range(m) for j in range(n) for kind in kinds(i, j))
@@ -319,7 +319,7 @@ def checked_counts(rematerialized: Sequence[int] | None, m: int, n: int) -> tupl
     """The number of micro-batches that each stage recomputes, checked; none by default."""
     counts = (0,) * n if rematerialized is None else tuple(rematerialized)
     if len(counts) != n or not all(0 <= count <= m for count in counts):
-        raise ValueError(f"rematerialized={counts}: give {n} numbers, one a stage, of 0 to m={m}")
+        raise ValueError(f"rematerialized={counts}: give {n} numbers from 0 to m={m}")
     return counts
 
 
@@ -404,7 +404,7 @@ def simulate(
     validate(schedule)
     if (n := len(costs.forward)) != schedule.n:
         name = f"schedule {schedule.name!r}"
-        raise ValueError(f"the costs are for {n} stages, but {name} has {schedule.n}")
+        raise ValueError(f"costs have {n} stages, but {name} has {schedule.n}")
     if update_every is not None and update_every < 1:
         raise ValueError(f"update_every={update_every}: give it at least 1, or None for no updates")
     counts = checked_counts(rematerialized, schedule.m, schedule.n)

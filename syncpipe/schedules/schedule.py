@@ -36,12 +36,12 @@ KINDS: dict[Kind, KindInfo] = {
     "forward": KindInfo("F", 0.62, +1, "activation", ("forward",), "forward"),
     "backward": KindInfo("B", 0.0, -1, "gradient", HALVES, "backward"),
     "backward_input": KindInfo("I", 0.25, 0, "gradient", HALVES[:1],
-                            "backward, input half: the stage before waits for it"),
+                            "backward, input half: the previous stage waits"),
     "backward_weight": KindInfo("W", -0.36, -1, "", HALVES[1:],
-                             "backward, weight half: nobody waits for it"),
-    "recompute": KindInfo("", 0.62, 0, "", ("recompute",), "forward again (recomputation)"),
-    "reduce": KindInfo("", -0.6, 0, "", (), "gradients of replicas added up"),
-    "update": KindInfo("", -0.75, 0, "", ("update",), "weights updated, without a flush"),
+                             "backward, weight half: no stage waits"),
+    "recompute": KindInfo("", 0.62, 0, "", ("recompute",), "recomputation of the forward"),
+    "reduce": KindInfo("", -0.6, 0, "", (), "gradients of replicas summed"),
+    "update": KindInfo("", -0.75, 0, "", ("update",), "update of weights, without a flush"),
 }  # fmt: skip
 
 #: The kinds that a schedule can contain, by letter.
@@ -191,19 +191,19 @@ def from_csv(text: str, name: str = "csv") -> Schedule:
             match = re.fullmatch(rf"(\d+)([{''.join(LETTERS)}])(\d+)", cell, re.ASCII)
             if match is None:
                 raise ValueError(
-                    f"line {d + 1}: {cell!r} is no action; write stage, letter "
-                    f"({', '.join(LETTERS)}) and micro-batch, as in '2F0'"
+                    f"line {d + 1}: {cell!r} is not an action; write stage, letter "
+                    f"({', '.join(LETTERS)}) and micro-batch, for example '2F0'"
                 )
             action = Action(LETTERS[match[2]], int(match[3]), int(match[1]))
             rows[d].append(action)
             if device_of.setdefault(action.j, d) != d:
                 raise ValueError(
                     f"stage {action.j} is on lines {device_of[action.j] + 1} and {d + 1}; "
-                    "a line is a device, and each stage is on one of them"
+                    "a line is a device, so put each stage on one line"
                 )
     missing = set(range(max(1, len(device_of)))) - set(device_of)
     if missing:
-        raise ValueError(f"there is no action of the stages {missing}; write for example '0F0,0B0'")
+        raise ValueError(f"stages {missing} have no action; write for example '0F0,0B0'")
     m = 1 + max(action.i for row in rows for action in row)
     stages = tuple([device_of[j] for j in sorted(device_of)])
     return Schedule(m, stages, tuple(map(tuple, rows)), name)

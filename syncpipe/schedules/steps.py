@@ -90,7 +90,7 @@ def in_serial_order(rows: Iterable[Iterable[Step]]) -> Iterator[Step]:
                 there.update(step.sends)
                 heads[k], ran = next(row, None), True
     for step in filter(None, heads):
-        raise RuntimeError(f"this schedule can never finish: nothing lets {step.action} start")
+        raise RuntimeError(f"deadlock in this schedule: {step.action} can never start")
 
 
 def replica_indices(worker_of: Devices) -> list[tuple[int, ...]]:

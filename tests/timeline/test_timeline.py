@@ -210,7 +210,7 @@ def test_what_the_picture_says() -> None:
         "time (ms)", "1 in memory",
     }  # fmt: skip
     legend = {
-        "forward", "backward", "forward again (recomputation)", "idle: the bubble",
+        "forward", "backward", "recomputation of the forward", "idle: the bubble",
         "activations sent, below their sender", "gradients sent, above their sender",
         "memory: micro-batches in flight", "micro-batch",
     }  # fmt: skip
