@@ -272,9 +272,9 @@ def _optimizers(
         step = None if each is None else signature(each.step).parameters.get("closure")
         if step is not None and step.default is step.empty:
             raise TypeError(
-                f"optimizer of stage {j} is {type(each).__name__}, whose step needs a closure that "
-                "computes the loss, and train_stream runs each mini-batch once: use an optimizer "
-                "without a closure, for example SGD or Adam"
+                f"optimizer of stage {j} is {type(each).__name__}, whose step computes the loss "
+                "several times (closure), and train_stream runs each mini-batch once: use an "
+                "optimizer whose step() needs no closure, for example SGD or Adam"
             )
         groups = [] if each is None else each.param_groups
         optimized = {id(p) for group in groups for p in group["params"]}

@@ -134,7 +134,7 @@ AUTO = r"pipe\.trace\(\).*schedules\.auto\("
            f"{name}={value!r}: must be True or False")
           for name, value in (("return_outputs", "no"), ("verify", "no"), ("global_loss", 2))],
         (call("train_batch", X, Y, loss_fn=F.cross_entropy, accumulate=True), ValueError,
-         "accumulate=True: it is the number of"),
+         "accumulate=True: must be the number of"),
         (call("eval_batch", X, Y, loss_fn=F.cross_entropy, global_loss="no"), TypeError,
          "global_loss='no'"),
         (call("__call__", X, X), TypeError, r"one input.*2 arguments \(Tensor, Tensor\).*a tuple"),

@@ -143,7 +143,7 @@ REFUSED: list[tuple[Any, Any, type[Exception], str]] = [
     ({"x": X}, "y", ValueError, "target='y', but data_iter gave a dict with 'x' for micro"),
     ((X, Y), 2, ValueError, "target=2, but data_iter gave tuple of 2 for micro-batch 0"),
     ((X, Y), "y", ValueError, "target='y', but data_iter gave tuple of 2"),
-    ((X, Y), Y, ValueError, "a key, an index or a function .* and is Tensor"),
+    ((X, Y), Y, ValueError, "their key or index .* not Tensor"),
     (X, None, TypeError, "data_iter gave Tensor for micro-batch 0"),
     ((X,), None, TypeError, "data_iter gave tuple of 1"),
     (None, None, TypeError, "data_iter gave NoneType"),

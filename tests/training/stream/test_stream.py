@@ -158,7 +158,7 @@ ARGUMENTS = [
 PIPES = [
     (partial(watched, "tied"), {}, ValueError, "are one tensor"),
     (partial(watched, "weight"), {}, ValueError, "share memory"),
-    *((partial(watched, kind), {}, ValueError, r"'0\.w.*\(stage 0\).*'[01]\.watched'.*common")
+    *((partial(watched, kind), {}, ValueError, r"'0\.w.*\(stage 0\).*'[01]\.watched'.*share memory")
       for kind in ("buffer", "frozen", "elsewhere")),
     (lambda: Pipe(mlp(), [2, 2, 3], devices=["cpu:0", "cpu:1", "cpu:0"]), {}, ValueError,
      r"3 stages with replicas=\[1, 1, 1\] on 2 devices"),
@@ -175,7 +175,7 @@ PIPES = [
     (lambda: three_and_four(mlp().requires_grad_(False)), {}, ValueError,
      "all parameters .* frozen"),
     (lambda: pipe_of(chunks=3), {"versions": "2bw"}, ValueError, "chunks=3 and 4 stages"),
-    (lambda: two(Clamps(8, 8)), {}, RuntimeError, "by its data"),
+    (lambda: two(Clamps(8, 8)), {}, RuntimeError, "through .data"),
     (lambda: two(nn.Embedding(9, 8, max_norm=0.1), checkpoint="never"), {"data": words()},
      RuntimeError, "a layer modified a parameter"),
 ]  # fmt: skip
