@@ -1,19 +1,19 @@
-"""``data_parallel``: the same pipe in several processes, with gradients of all of them.
+"""``data_parallel``: one pipe in each of several processes, with averaged gradients.
 
     process 0   stage 2   F F B F B B | all_reduce in the group of stage 2
                 stage 1   F F . B F B B | all_reduce in the group of stage 1
-                caller    ...                  | numbers | waits, and writes the gradients
+                caller    ...                  | weights | waits, then writes the gradients
 
-Each stage has a process group of its own, so no order of collectives has to be kept between stages:
-the worker that runs the last backward of a stage starts the sum of ``gradient x weight``. At the
-end of each call the processes tell each other, by one more group on gloo, which call it was, what
-their mini-batches weighed, and which tensors have a gradient.
+Each stage has its own process group, so stages need no common order of collectives: the worker that
+runs the last backward of a stage starts the sum of ``gradient x weight``. At the end of each call
+the processes exchange, over one more group on gloo, the name of the call, the weights of their
+mini-batches, and which tensors have a gradient.
 
-Process ``r`` goes back from ``sum(w_i l_i) / A_r``, ``A_r`` the weight that it assumed for its
-mini-batch (``training.loss.objective``). It contributes that times ``A_r``, and the sum over all is
-divided by ``W``, the weight of all. What is in ``.grad`` between calls is always such that its mean
-over the ``R`` processes is the gradient: after ``no_sync`` what a call added is multiplied by
-``R A_r / W``, and an ``R``-th part of what was there before counts in the sum.
+Process ``r`` runs backward from ``sum(w_i l_i) / A_r``, where ``A_r`` is the weight assumed for its
+mini-batch (``training.loss.Objective``). It contributes its gradient times ``A_r``, and the sum is
+divided by ``W``, the weight of all mini-batches. Between calls the gradient is the mean of
+``.grad`` over the ``R`` processes: under ``no_sync`` the part that a call adds is multiplied by
+``R A_r / W``, and ``1 / R`` of an earlier ``.grad`` enters the next sum.
 """
 
 from __future__ import annotations
@@ -55,13 +55,12 @@ def data_parallel(
     *,
     timeout: float = 600,
 ) -> _P:
-    """Train one model by several processes, each with a pipe over devices of its own.
+    """Train one model in several processes, each with a pipe over its own devices.
 
-    To be called in every process, with the same model; all get the values that parameters and
-    buffers have in process 0. From then on ``train_batch`` ends with the gradients of the
-    mini-batches of all processes: those of one process that was given all of them, to rounding.
-    (For ``pipe(x)`` and ``backward()`` there is ``DistributedDataParallel(pipe)``.) Under
-    ``torchrun``::
+    Call it in every process, with the same model. All processes receive the parameters and buffers
+    of process 0. Each ``train_batch`` then ends with the gradients of the mini-batches of all
+    processes. They match, up to rounding, a single process that is given all mini-batches.
+    (For ``pipe(x)`` and ``backward()`` use ``DistributedDataParallel(pipe)``.) Under ``torchrun``::
 
         dist.init_process_group()
         pipe = data_parallel(Pipe(model, [2, 2], devices=mine, chunks=8))
@@ -70,22 +69,22 @@ def data_parallel(
             loss = pipe.train_batch(input, target, loss_fn=F.cross_entropy)
             optimizer.step()
 
-    The gradients of a stage are summed while the stages before it still go back (Li et al. 2020,
-    "PyTorch Distributed"). Where a call fails in one process, those of the others raise with the
-    reason, ``.grad`` is what it was, and the processes have to start again.
+    The gradients of a stage are summed while earlier stages still run backward (Li et al. 2020,
+    "PyTorch Distributed"). If a call fails in one process, it raises in all with the reason,
+    ``.grad`` stays as before the call, and the processes have to start again.
 
     Args:
-        pipe: the pipe, which is changed. Copies of it (``deepcopy``, pickle) know no processes.
-        process_group: of these processes, or a mesh of one dimension; None for all. Collectives
-            are those of groups that are made here, one for each stage, and end with the pipe.
-        bucket_mb: megabytes of gradients that are reduced at a time, about.
-        timeout: seconds that a process waits for another one, before it raises.
+        pipe: the pipe, changed in place. Copies (``deepcopy``, pickle) are not data-parallel.
+        process_group: the processes, or a mesh of one dimension. None: all processes. Collectives
+            use new groups, one for each stage, which end with the pipe.
+        bucket_mb: the approximate size of one all-reduce, in MiB of gradients.
+        timeout: seconds that a process waits for another one before it raises.
 
     Raises:
-        TypeError: ``pipe`` is no pipe, or has layers that communicate themselves.
-        ValueError: an argument does not fit, there is no process group, or the model of another
-            process is another one.
-        RuntimeError: another process has refused its model.
+        TypeError: ``pipe`` is not a ``Pipe``, or a layer runs collectives itself.
+        ValueError: an argument does not fit, there is no process group, or processes have
+            different models.
+        RuntimeError: another process refused its model.
     """
     if not isinstance(pipe, Pipe):
         raise TypeError(
@@ -104,10 +103,10 @@ def data_parallel(
 
 
 def broadcast_buffers(pipe: Pipe) -> None:
-    """Give all processes the buffers (BatchNorm's statistics, above all) of process 0.
+    """Copy the buffers of process 0, for example BatchNorm's statistics, to all processes.
 
-    They go their own way in each process; what process 0 saves is consistent by itself. Call this,
-    in all processes, before the others evaluate or save.
+    Training changes buffers in each process by itself. Call this in all processes before a process
+    other than 0 evaluates or saves.
     """
     averaging: Averaging | None = pipe._averaging
     if averaging is None:
@@ -132,10 +131,10 @@ def _description(pipe: Pipe) -> dict[str, str]:
 
 
 class Averaging:
-    """The other processes, as a data-parallel pipe knows them.
+    """The process groups of a data-parallel pipe, and the calls that all processes make together.
 
-    ``agreed`` are for each stage the bytes of its parameters that all trained in the last call, 0
-    of one that is frozen: sums of other sizes would abort a process.
+    ``agreed`` has, for each stage, the gradient bytes of each parameter in the last call (0 if
+    frozen). All processes have the same sizes, because an all-reduce of unequal sizes aborts one.
     """
 
     agreed: list[list[int]] | None = None
@@ -167,7 +166,7 @@ class Averaging:
             self.syncs = before
 
     def forward(self, output: Any) -> None:
-        """Refuses a backward through ``pipe(x)``, which averages nothing."""
+        """Makes a backward through ``pipe(x)`` an error, because its gradients are not averaged."""
 
         def refuse(grad: Tensor) -> None:
             raise RuntimeError(
@@ -191,7 +190,7 @@ class Averaging:
 
     @contextmanager
     def call(self, name: str, **what: Any) -> Iterator[_Call]:
-        """One call in all processes, with all that has to be the same of it."""
+        """Begins a call. ``what`` has to be the same in all processes."""
         forked = self._process != os.getpid()
         if RUNNING.get() or forked or not self._busy.acquire(blocking=False):
             raise RuntimeError(
@@ -199,24 +198,24 @@ class Averaging:
                 " by two threads at once or in a fork of its process: make the calls one by one"
             )
         try:
-            with self.peers.call("a call"):  # which one, they tell each other at its end
+            with self.peers.call("a call"):  # processes compare ``what`` at its end
                 yield _Call(self, {"the call": name, **what})
         finally:
             self._busy.release()
 
 
 class _Call:
-    """One call in all processes; for ``train_batch`` as of ``training.train.train``."""
+    """One call in all processes. ``training.train.train`` calls ``begin`` and ``finish``."""
 
     def __init__(self, owner: Averaging, what: dict[str, Any]) -> None:
         self._owner, self.what = owner, what
-        self._whole = 1.0  # the weight of all, in the end
-        self._totals: dict[Any, float] = {}  # the loss of all, and their metrics
-        #: By stage: leaves, the sum of their gradients, and the work that makes it one of all.
+        self._whole = 1.0  # the weight of the mini-batches of all processes, set by _exchange
+        self._totals: dict[Any, float] = {}  # the loss (key None) and metrics of all processes
+        #: By stage: leaves, their gradients in one tensor, and the all-reduce of it.
         self._sent: dict[int, list[tuple[list[Tensor], Tensor, Any]]] = {}
 
     def begin(self, plan: Schedule, leaves: Accumulated, objective: Objective) -> Watch:
-        """The call begins: what starts the sums of a stage after its last backward."""
+        """Returns the wrapper of runs that starts the sums of a stage after its last backward."""
         owner = self._owner
         owner.peers.sent = True
         self._leaves, self._objective = leaves, objective
@@ -233,10 +232,10 @@ class _Call:
         agreed = owner.syncs and self._sizes == owner.agreed
         divisor = objective.divisor
         if not agreed or plan.n != len(owner.groups) or divisor is None:
-            return lambda kind, j, run: run  # the caller starts them
+            return lambda kind, j, run: run  # finish() starts the sums
         own = float(divisor)
         replicated = [len(numbers) > 1 for numbers in replica_indices(plan.device_of)]
-        left = [plan.m] * plan.n  # backwards, each half for itself
+        left = [plan.m] * plan.n  # backward actions, where each half counts
         for _, j in plan.splits:
             left[j] += 1
         left = [1 if replicated[j] else count for j, count in enumerate(left)]
@@ -249,7 +248,7 @@ class _Call:
             def counting(i: int, given: list[Any]) -> Sequence[Any]:
                 made = run(i, given)
                 left[j] -= 1
-                # What was there before counts by the weight of all, which nobody knows yet.
+                # The factor of an earlier .grad needs the weight of all, known in finish().
                 if not left[j] and all(leaves.grad_before(x) is None for x in self._stages[j]):
                     self._start(j, own)
                 return made
@@ -263,7 +262,7 @@ class _Call:
         self._exchange()
 
     def of_all(self, result: Any) -> Any:
-        """A result with the loss and metrics of all processes, if they were asked for."""
+        """The result, with the loss and metrics of all processes if ``global_loss`` is set."""
         parts = list(result) if isinstance(result, tuple) else [result]
         for name, total in self._totals.items():
             place, key = (parts, 0) if name is None else (parts[-1], name)
@@ -277,7 +276,7 @@ class _Call:
 
     @torch.no_grad()
     def finish(self) -> float:
-        """Makes gradients those of all processes; as of ``training.train.train``."""
+        """Averages gradients in ``.grad``, and returns the factor for the gradients of inputs."""
         owner, objective = self._owner, self._objective
         assert objective.divisor is not None
         own = float(objective.divisor)
@@ -301,7 +300,7 @@ class _Call:
         used = {id(leaf) for leaf, one in zip(chain(*self._stages), anywhere, strict=True) if one}
         for leaves, flat, work in chain.from_iterable(self._sent.values()):
             owner.peers.wait(work, flat)
-            if flat.device.type != "cpu":  # made on a worker's stream, read on the caller's
+            if flat.device.type != "cpu":  # written on a worker's stream, read on the caller's
                 flat.record_stream(torch.accelerator.current_stream(flat.device))
             parts = torch.split(flat.div_(self._whole), [leaf.numel() for leaf in leaves])
             for leaf, part in zip(leaves, parts, strict=True):
@@ -311,10 +310,10 @@ class _Call:
         return factor
 
     def _exchange(self, sizes: Any = (), there: Sequence[bool] = ()) -> list[Sequence[bool]]:
-        """Tells all which call this is, and what it weighs; returns ``there`` of all."""
+        """Compares the call in all processes and adds up weights; returns each one's ``there``."""
         objective, weight = self._objective, float(self._objective.total())
         found: dict[Any, Any] = {}
-        if self.what["global_loss"]:  # the loss, and the metrics that are numbers
+        if self.what["global_loss"]:
             metrics = objective.metrics() or {}
             found = {None: objective.loss(), **{k: v for k, v in metrics.items() if _is_number(v)}}
         what = {**self.what, "loss_reduction='sum'": objective.is_sum, "metrics": [*found][1:]}
@@ -324,14 +323,14 @@ class _Call:
         factor = 1.0 if objective.is_sum else weight
         parts = {name: float(x) * factor if factor else 0.0 for name, x in found.items()}
         rows = self._owner.peers.agree(lambda: (what, (weight, there, parts)))
-        if not objective.is_sum:  # where nothing counts there is no gradient
+        if not objective.is_sum:  # without any weight, all gradients are zero
             self._whole = sum(row[0] for row in rows) or 1.0
         self._totals = {name: sum(row[2][name] for row in rows) / self._whole for name in parts}
         return [row[1] for row in rows]
 
     @torch.no_grad()
     def _start(self, j: int, own: float) -> None:
-        """Starts the sums of a stage: of what this process, of weight ``own``, contributes."""
+        """Starts the all-reduces of a stage; the gradients of this process have weight ``own``."""
         owner = self._owner
         group = owner.groups[j if j < len(owner.groups) else 0]
         sent = self._sent[j] = []
@@ -351,7 +350,7 @@ _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 @torch.no_grad()
 def _checksum(tensors: Sequence[Tensor]) -> int:
-    """The sum of the bits of tensors, read as integers."""
+    """The sum of the tensors' bytes, read as integers of the element size."""
     sums: list[Tensor] = []
     for tensor in tensors:
         dense = tensor.detach().to_dense() if tensor.layout is not torch.strided else tensor
@@ -366,7 +365,7 @@ def _is_number(value: Any) -> bool:
 
 
 def _flat(leaves: Sequence[Tensor], grads: Sequence[Tensor | None]) -> Tensor:
-    """Gradients in one tensor, which is wide enough for sums of them."""
+    """Gradients in one flat tensor, float32 in place of float16, in which sums would overflow."""
     pairs = zip(leaves, grads, strict=True)
     parts = [(torch.zeros_like(a) if grad is None else grad).reshape(-1) for a, grad in pairs]
     flat = torch.cat(parts)

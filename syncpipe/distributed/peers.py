@@ -1,9 +1,10 @@
-"""Processes that work together: what each does, who failed, and why.
+"""Processes that make the same calls: errors, exits and mismatched calls end all with a reason.
 
-Nobody waits to tell. Each process writes into the store where they met, under its own key, the last
-calls that it began, and in which it takes part. A process that waits for long, or that loses a
-connection, reads there what the others do. If that is something else, or one does not take part, it
-closes its connections. That wakes the others, which read the same, so all raise with the reason.
+Each process writes its state, under its own key, into the store of ``init_process_group``: its last
+calls, and up to which call it takes part. It never waits to do so. A process that waits for more
+than ``PATIENCE`` seconds, or that loses a connection, reads the states of the others. If another
+process makes a different call or has left, it closes its connections. The closed connections wake
+the other processes, which read the same states, so that all raise with the same reason.
 """
 
 from __future__ import annotations
@@ -34,27 +35,27 @@ from syncpipe.distributed.private import default_group, default_store, naming
 __all__ = ["LostProcess", "Peers", "RemoteError", "checked_number", "given_group"]
 
 _T = TypeVar("_T")
-PATIENCE = 5.0  # seconds of a call, after which a thread looks what the others do
-_LOOK = 1.0  # seconds between two of its looks
-_WAIT = 0.25  # so often a process that waits in Python hears of Ctrl-C
-_ANSWER = 8.0  # seconds for others to notice that a connection is lost: longer than PATIENCE
-_KEPT = 16  # calls that stay in the store; so far processes can be apart
-_NUMBERS: Counter[str] = Counter()  # how many peers have been made over a process group
+PATIENCE = 5.0  # seconds of a call before the watch thread reads the states of the others
+_POLL = 1.0  # seconds between two reads of the watch thread
+_WAIT = 0.25  # seconds between two checks for Ctrl-C while waiting for a collective
+_ANSWER = 8.0  # seconds for others to notice a lost connection: longer than PATIENCE
+_CALLS = 16  # calls kept in the store, which bounds how far apart processes can be compared
+_NUMBERS: Counter[str] = Counter()  # number of Peers made, by process group
 
 
 class RemoteError(RuntimeError):
-    """A call failed in another process, with the error that is named here."""
+    """A call failed in another process; the message quotes the error."""
 
 
 class LostProcess(RuntimeError):
-    """A process is gone, or does something else: from here on the others cannot go on with it."""
+    """A process has exited, stopped responding, or made a different call."""
 
 
 class Peers:
     """The processes of a group. One thread at a time makes calls.
 
-    ``groups`` are process groups that end with the peers, and are closed when a call fails. By the
-    first of them, on gloo, the processes agree.
+    ``groups`` are process groups that end with the peers, and are closed when a call fails. The
+    first one, on gloo, is for :meth:`agree`.
     """
 
     def __init__(self, group: Any, what: str, unit: str, timeout: float = math.inf) -> None:
@@ -63,11 +64,12 @@ class Peers:
         self._ranks = dist.get_process_group_ranks(group)
         self._backend = dist.get_backend(group)
         name = f"syncpipe/{group.group_name}/{'-'.join(map(str, self._ranks))}"
-        _NUMBERS[name] += 1  # alike everywhere: all make the same, in turn
+        _NUMBERS[name] += 1  # equal in all processes, which make their Peers in the same order
         self._prefix = f"{name}/{_NUMBERS[name]}"
         self._keys = [f"{self._prefix}/{rank}" for rank in range(self.size)]
         self._store = default_store()
-        #: The last calls by number; up to which one a process takes part, and why no longer.
+        #: The state of this process: its last calls by number; the numbers of the latest, of the
+        #: last refused and of the last it takes part in; why it ended; if it outlived a failure.
         self._row = SimpleNamespace(
             calls={}, last=0, refused=0, until=math.inf, gone="", answers=False
         )
@@ -85,19 +87,19 @@ class Peers:
     def new_group(
         self, name: str, backend: str | None = None, ranks: Sequence[int] | None = None
     ) -> Any:
-        """Makes a process group of all, or of some, of which others know nothing."""
+        """Makes a process group of all processes, or of ``ranks``, which alone take part in it."""
         world = [self._ranks[rank] for rank in ranks or range(self.size)]
         options: dict[str, Any] = {"use_local_synchronization": True}
         if self._timeout < math.inf:
-            options["timeout"] = timedelta(seconds=self._timeout + 5)  # we are to say so first
+            options["timeout"] = timedelta(seconds=self._timeout + 5)  # why() reports it before
         with naming(f"{self._prefix}/{name}"):
             self.groups.append(dist.new_group(world, backend=backend or self._backend, **options))
         return self.groups[-1]
 
     @contextmanager
     def call(self, name: str) -> Iterator[None]:
-        """Makes a call, which is the same in all processes. One that fails ends all of them, but
-        for one that all refuse before anything is ``sent``."""
+        """A call that all processes make. An error ends the peers in all processes, unless all
+        refuse the call before anything is ``sent``."""
         row, self.sent = self._row, False
         if row.gone:
             raise RuntimeError(
@@ -106,7 +108,7 @@ class Peers:
             )
         row.last += 1
         row.calls[row.last] = name
-        row.calls.pop(row.last - _KEPT, None)
+        row.calls.pop(row.last - _CALLS, None)
         self._write()
         self._begun = time.monotonic()
         if row.last == 1:
@@ -127,7 +129,7 @@ class Peers:
         return not self._silent(PATIENCE, lambda row: row.refused >= last)
 
     def _silent(self, seconds: float, says: Callable[[Any], bool]) -> list[str]:
-        """Waits until all have something in their rows, or nobody will; who does not have it."""
+        """Waits until all states fulfil ``says``, at most; names the processes that do not."""
         until = time.monotonic() + seconds
         while True:
             rows = self._rows()
@@ -139,13 +141,13 @@ class Peers:
             time.sleep(0.05)
 
     def _failed(self, error: BaseException) -> BaseException:
-        """Ends working together. What to raise: the error, or the reason that another one gave."""
+        """Ends the peers. Returns what to raise: this error, or another process's reason."""
         row, lost = self._row, _is_of_connection(error)
         own = "" if lost else f"{self.name(self.rank)} failed with {_described(error)}"
         row.until, row.gone = -1, row.gone or (self.why() if lost else own)
         self._write()
         self.close()
-        if not row.gone:  # it is the one that does not say so
+        if not row.gone:  # no process gives a reason: find the one that was killed
             silent = ", ".join(self._silent(_ANSWER, lambda row: row.until < 0 or row.answers))
             silent = silent or f"a process outside of this {self._what}"
             row.gone = self.why() or (
@@ -159,7 +161,7 @@ class Peers:
         return kind(f"{row.gone} (the {self._what} has ended in all processes)")
 
     def why(self) -> str:
-        """Why this call cannot come to its end, as others say; empty if nobody knows."""
+        """Why this call cannot end, by the states of the others; empty without a reason."""
         mine, last, rows = dict(self._row.calls), self._row.last, self._rows()
         for rank, row in rows.items():
             for k, theirs in row.calls.items():
@@ -181,22 +183,23 @@ class Peers:
         )
 
     def close(self) -> None:
-        """Closes the connections of all groups, so that nobody waits in them any more."""
+        """Closes the connections of all groups, which ends every wait in them."""
         for group in self.groups:
-            with suppress(Exception):  # it is gone
+            with suppress(Exception):  # destroyed already
                 _close(group)
 
-    # --- what all do together --------------------------------------------------------------------
+    # --- collectives -----------------------------------------------------------------------------
 
     def agree(self, act: Callable[[], tuple[Mapping[str, Any], _T]]) -> list[_T]:
-        """What all find who act at the same time, and wait for nobody in that.
+        """Runs ``act`` in all processes at once, and returns the results of all by rank.
 
         Args:
-            act: returns what has to be the same in all processes, by name, and what it found.
+            act: returns what has to be equal in all processes, by name, and a result. It must not
+                wait for other processes.
 
         Raises:
-            ValueError: something is not the same.
-            RuntimeError: another process raised an error, with that; this one raises its own.
+            ValueError: processes differ in a value.
+            RuntimeError: ``act`` raised in another process. Its own error is raised unchanged.
         """
         try:
             alike, found = act()
@@ -226,22 +229,22 @@ class Peers:
         return [pickle.loads(bytes(row.tolist())) for row in rows]
 
     def gather(self, own: Tensor, group: Any) -> list[Tensor]:
-        """That of each process, all of one shape."""
+        """The tensors of all processes by rank; all have one shape."""
         rows = [torch.empty_like(own) for _ in range(self.size)]
         self.wait(dist.all_gather(rows, own, group, async_op=True), own)
         return rows
 
     def wait(self, work: Any, tensor: Tensor) -> None:
-        """Waits for a collective; on an accelerator the current stream does, not the host."""
+        """Waits for a collective. On an accelerator the current stream waits, not the host."""
         while tensor.device.type == "cpu" and not work.is_completed():
-            with suppress(RuntimeError):  # the time is over
+            with suppress(RuntimeError):  # timed out
                 work.wait(timedelta(seconds=_WAIT))
         work.wait()
 
     # --- the store -------------------------------------------------------------------------------
 
     def name(self, rank: int) -> str:
-        """By its number among all processes, and in the group if that is another one."""
+        """Its global rank in words, with its rank in the group if the two differ."""
         unit, there = self._unit, self._ranks[rank]
         if self._ranks == list(range(self.size)):
             return f"{unit} {rank}"
@@ -250,8 +253,8 @@ class Peers:
         return f"{unit} {there} ({unit} {rank} of the {self._what} of {unit}s {all_of})"
 
     def _rows(self) -> dict[int, Any]:
-        """What all have written, this process as well."""
-        with suppress(RuntimeError):  # the store is gone with the process that kept it
+        """The states of all processes, this one included; empty if the store is gone."""
+        with suppress(RuntimeError):  # the store ends with the process that hosts it
             return {r: pickle.loads(self._store.get(key)) for r, key in enumerate(self._keys)}
         return {}
 
@@ -264,7 +267,7 @@ def _written(store: Any, key: str, row: Any) -> None:
 def _leave(
     stop: threading.Event, process: int, name: str, row: Any, write: Callable[[], None]
 ) -> None:
-    """The process ends, or lets go of what it had in common with the others."""
+    """Writes that this process has ended, or has freed its peers."""
     stop.set()
     if process != os.getpid():
         return
@@ -278,14 +281,14 @@ def _leave(
 
 def _destroy(groups: list[Any], process: int) -> None:
     for group in groups if process == os.getpid() else []:
-        with suppress(Exception):  # all may have been destroyed by the user
+        with suppress(Exception):  # the user may have destroyed all groups
             dist.destroy_process_group(group)
 
 
 def _close(group: Any) -> None:
     backend, size = str(dist.get_backend_config(group)), dist.get_world_size(group)
     for other in range(size) if "cpu:gloo" in backend else ():
-        # Gloo closes all when one receive takes too long: from one that has not closed before.
+        # Gloo closes every connection of a group when one receive times out. This one does at once.
         with suppress(Exception):
             work = dist.irecv(torch.empty(1), None, group, tag=2**20, group_src=other)
             work.wait(timedelta(milliseconds=1))  # type: ignore[union-attr]
@@ -294,7 +297,7 @@ def _close(group: Any) -> None:
 
 
 def _watch(found: weakref.ref[Peers], stop: threading.Event) -> None:
-    while not stop.wait(_LOOK) and (peers := found()) is not None:
+    while not stop.wait(_POLL) and (peers := found()) is not None:
         waits = time.monotonic() - peers._begun > PATIENCE and not peers._row.gone
         if waits and (reason := peers.why()):
             peers._row.gone = reason
@@ -304,15 +307,15 @@ def _watch(found: weakref.ref[Peers], stop: threading.Event) -> None:
             and not peers._row.answers
             and any(row.until < 0 for row in peers._rows().values())
         ):
-            peers._row.answers = True  # it computes, and is no reason for anything
+            peers._row.answers = True  # this process is alive, and not the cause
             peers._write()
         del peers
 
 
 def _is_of_connection(error: BaseException) -> bool:
-    """Whether another process is the reason; PyTorch has no type of its own for it.
+    """Whether a lost connection is the cause. PyTorch has no exception type for it.
 
-    Such errors are raised in ``torch.distributed``, or where this file waits.
+    Such errors are raised in ``torch.distributed`` or in :meth:`Peers.wait`.
     """
     code, trace = None, error.__traceback__
     while trace is not None:
@@ -338,7 +341,7 @@ def checked_number(argument: str, number: Any) -> float:
 
 
 def given_group(group: Any, argument: str) -> dist.ProcessGroup:
-    """The process group that was given: one, a mesh of one dimension, or None for that of all."""
+    """The process group of an argument: a group, a mesh of one dimension, or None for all."""
     if group is None:
         return default_group()
     if isinstance(group, DeviceMesh):

@@ -1,7 +1,7 @@
-"""What this package uses of ``torch.distributed`` and is not its public contract.
+"""Private interfaces of ``torch.distributed``, used in this file only.
 
-``docs/contributing.md`` lists it, with the versions in which it was seen. Everything is called here
-and nowhere else, and ``check_pipelining`` refuses a PyTorch in which it looks otherwise.
+``docs/contributing.md`` lists them with the PyTorch versions that have them. ``check_pipelining``
+refuses a PyTorch whose signatures differ.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ __all__ = [
 
 
 def default_store() -> Any:
-    """The store by which the processes met."""
+    """The store of ``init_process_group``."""
     return dist.distributed_c10d._get_default_store()
 
 
 def default_group() -> dist.ProcessGroup:
-    """The process group of all; raises ValueError where ``init_process_group`` was not called."""
+    """The process group of all; raises ValueError without a call of ``init_process_group``."""
     return dist.distributed_c10d._get_default_group()
 
 
@@ -48,9 +48,9 @@ def timeout_of(group: dist.ProcessGroup) -> float:
 
 @contextmanager
 def naming(name: str) -> Iterator[None]:
-    """Gives the process group that is made meanwhile this name.
+    """Gives the process group that is made inside ``with`` this name.
 
-    PyTorch would name it by counters, which differ where other groups were made or dropped.
+    PyTorch's own names are counters, which differ between processes that made different groups.
     """
     c10d: Any = dist.distributed_c10d
     before: Callable[..., str] = c10d._process_group_name
@@ -62,7 +62,7 @@ def naming(name: str) -> Iterator[None]:
 
 
 def in_buckets(tensors: Sequence[Tensor], nbytes: int) -> list[list[int]]:
-    """Cuts tensors, by their indices, as ``DistributedDataParallel`` cuts gradients."""
+    """Indices of tensors in buckets of about ``nbytes``, as in ``DistributedDataParallel``."""
     assign: Any = dist._compute_bucket_assignment_by_size  # type: ignore[attr-defined]
     return assign(tensors, [nbytes])[0] if tensors else []
 
@@ -71,9 +71,9 @@ def in_buckets(tensors: Sequence[Tensor], nbytes: int) -> list[list[int]]:
 
 
 class PyTorchStage(PipelineStage):
-    """PyTorch's, whose forwards are run by ``around(micro-batch, module, tensors)``.
+    """PyTorch's stage, with ``around(micro-batch, module, tensors)`` called in place of its module.
 
-    In evaluation schedules ask for gradients where the next stage is here as well.
+    In evaluation, schedules ask for gradients between two stages of one rank. There are none.
     """
 
     def __init__(self, around: Callable[[int, Callable[..., Any], Any], Any], *of: Any, **how: Any):
@@ -98,12 +98,12 @@ class PyTorchStage(PipelineStage):
 
 
 class Warmup:
-    """Mixed into a schedule: shapes are known, so no votes are sent."""
+    """A mixin for schedules over stages whose shapes are known."""
 
     def _warmup_p2p(self, stages: Any, has_backward: bool, p2p_done: bool) -> None:
-        """PyTorch's vote whether all shapes are known.
+        """Skips PyTorch's vote on whether shapes are known, if the group is on gloo.
 
-        Gloo ends a process that gets the vote of another one in the place of a message.
+        Gloo aborts a process that receives a vote where it expects a message.
         """
         from torch.distributed.pipelining._utils import InferenceMode  # older versions have none
 
@@ -114,7 +114,7 @@ class Warmup:
 
 
 def check_pipelining() -> None:
-    """Refuses a PyTorch in which what is overridden here does not look as it does here."""
+    """Refuses a PyTorch whose methods have other parameters than the overrides here."""
     here = f"this is PyTorch {torch.__version__}"
     if not hasattr(PipelineStage, "_get_grad_send_meta"):
         raise RuntimeError(f"stage needs PyTorch 2.13 or later: {here}")
@@ -127,6 +127,6 @@ def check_pipelining() -> None:
             shape = f"takes {[*signature(found).parameters]}" if found else "is gone"
             if shape != f"takes {known}":
                 raise RuntimeError(
-                    f"stage knows torch.distributed.pipelining as of PyTorch 2.13 and 2.14, where "
-                    f"{method} takes {known}; {here}, where it {shape}: install one of those"
+                    f"stage supports torch.distributed.pipelining of PyTorch 2.13 and 2.14, where "
+                    f"{method} takes {known}; {here}, where it {shape}: install 2.13 or 2.14"
                 )

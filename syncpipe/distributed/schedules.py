@@ -1,8 +1,8 @@
 """The schedules of ``torch.distributed.pipelining`` over our stages.
 
-Each is a subclass of PyTorch's own class, with a ``step`` around it that checks what it is given
-before anything is sent, counts losses as ``train_batch`` does, adds up the gradients of tied
-weights, and ends all ranks with a reason when one fails.
+Each is a subclass of PyTorch's class. Its ``step`` checks its arguments before anything is sent,
+weights losses as ``train_batch`` does, adds up the gradients of tied weights, and raises on all
+ranks, with the reason, if one rank fails.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from syncpipe.training.sources import Source
 
 __all__ = ["SCHEDULES", "schedule_over"]
 
-#: Our names; PyTorch's class, and where the stages of a rank are.
+#: By our name, the name of PyTorch's class and the placement of stages that it needs.
 SCHEDULES = {
     "gpipe": ("ScheduleGPipe", "one"),
     "1f1b": ("Schedule1F1B", "one"),
@@ -42,7 +42,7 @@ SCHEDULES = {
     "zbv": ("ScheduleZBVZeroBubble", "v"),
     "dualpipev": ("ScheduleDualPipeV", "v"),
 }
-_HALVES = ("interleaved_zero_bubble", "zbv", "dualpipev")  #: of backward
+_HALVES = ("interleaved_zero_bubble", "zbv", "dualpipev")  #: run backward in two halves
 _NEEDS = {
     "one": "one stage on each rank: a balance with as many numbers as ranks",
     "loop": "stage(..., placement='loop')",
@@ -54,7 +54,7 @@ def schedule_over(
     owner: Any, name: str, m: int, loss: Loss | None, group: dist.ProcessGroup | None,
     verify: bool | None,
 ) -> Any:  # fmt: skip
-    """Of the stages of a rank, its ``owner``; gradients are averaged over ``group``."""
+    """Makes a schedule over the ``Stages`` of a rank; ``group`` is that of ``data_parallel=``."""
     if name not in SCHEDULES:
         shown = ", ".join(map(repr, SCHEDULES))
         raise ValueError(f"schedule {name!r}: between processes there are {shown}")
@@ -74,14 +74,14 @@ def schedule_over(
 
 
 def may_weigh(loss: Loss) -> bool:
-    """Whether a loss function may return its weight, by which gradients are divided in the end."""
+    """Whether a loss function may return a weight, by which the step divides gradients."""
     return loss.weigh is None and not loss.exact and loss.reduction == "mean"
 
 
 def _arguments(stages: list[Any], needed: str, m: int, loss: Loss | None) -> tuple[Any, ...]:
-    """Of PyTorch's schedules.
+    """The arguments of PyTorch's schedules.
 
-    The last stage gives the loss already, for outputs and targets may be any trees.
+    The last stage returns the loss itself, because outputs and targets may be trees.
     """
     function = None if loss is None else lambda loss, _: loss.sum()
     return stages[0] if needed == "one" else stages, m, function
@@ -93,7 +93,7 @@ def _mixed(mixin: type, kind: type) -> Any:
 
 
 class _Checked:
-    """Checks what it is given; another one, made for the dtypes of the call, runs.
+    """A mixin that checks arguments, then runs an inner schedule made for the call's dtypes.
 
     Attributes:
         metrics: of the last call, on the rank of the last stage, combined as losses are.
@@ -103,7 +103,7 @@ class _Checked:
     _of: tuple[Any, str, int, Loss | None]  # owner, name, m, loss
     _needed: str
     _begun: partial[_MiniBatch]
-    _running: tuple[Any, Any] = None, None  # for which stages, and the schedule
+    _running: tuple[Any, Any] = None, None  # the stages of the inner schedule, and that schedule
     metrics: dict[str, Any] | None = None
     weighs = _sharded = _replicated = False
 
@@ -116,16 +116,16 @@ class _Checked:
         global_loss: bool = False,
         **kwargs: Any,
     ) -> Any:
-        """Runs a mini-batch; called on all ranks, with the same arguments if you like.
+        """Runs forward and backward of a mini-batch; called on all ranks.
 
         Args:
-            args: the input, on the rank of the first stage, on its device: a tensor
-                ``[batch, ...]``, or what ``Pipe`` takes. Elsewhere it is not looked at.
-            target: likewise on the rank of the last stage.
-            losses: a list, which then holds those of the micro-batches, detached, on the rank of
-                the last stage; each with its share, so that their sum is the mini-batch's.
+            args: the input, on the device of the first stage: a tensor ``[batch, ...]``, or what
+                ``Pipe`` takes. Other ranks may pass it too; only its size is checked there.
+            target: the target, likewise for the rank of the last stage.
+            losses: a list that is filled, on the rank of the last stage, with the detached losses
+                of the micro-batches. Each is its share: their sum is the mini-batch's loss.
             return_outputs: whether to return the outputs.
-            global_loss: whether ``losses`` are there on all ranks, and the means of all ranks of
+            global_loss: whether to fill ``losses`` on all ranks, with means over the ranks of
                 ``data_parallel``.
             kwargs: keyword arguments of a model made by ``syncpipe.sequential``.
 
@@ -133,8 +133,8 @@ class _Checked:
             The outputs on the rank of the last stage, detached; None elsewhere.
 
         Raises:
-            TypeError, ValueError: the arguments do not fit. Where all ranks refuse, all can go on.
-            RuntimeError: another rank has failed, refused its arguments or does something else.
+            TypeError, ValueError: an argument does not fit. If all ranks raise, all can go on.
+            RuntimeError: another rank failed, refused its arguments or made a different call.
         """
         return self._mini_batch("step", losses, (args, kwargs, target), return_outputs, global_loss)
 
@@ -173,20 +173,20 @@ class _Checked:
             factor = partial(self._factor, batch) if self.weighs else None
             try:
                 run = getattr(self._schedule(), what)
-                if self._sharded:  # a cast of a weight that was resharded is of no graph
+                if self._sharded:  # a cached cast of a resharded weight belongs to no graph
                     torch.set_autocast_cache_enabled(False)
                 with owner.gradients(factor) if backward else torch.no_grad():
                     batch.begin(seed)
-                    # Outputs are kept here, for they may be any trees.
+                    # _MiniBatch keeps the outputs, because they may be trees.
                     first = [] if owner.first is None else [index]
                     run(*first, target=index, return_outputs=False)
             except Exception as error:
                 if error.__cause__ is not None and "failed to run" in str(error).lower():
-                    own = error.__cause__  # PyTorch wraps it to show the arguments
+                    own = error.__cause__  # PyTorch wraps it in one that shows the arguments
                     raise own from own.__cause__
                 raise
             finally:
-                # Layers of one rank have not changed what the next mini-batches are drawn from.
+                # The seeds of later mini-batches stay equal on all ranks.
                 put_back_states([torch.default_generator], drawn)
                 torch.set_autocast_cache_enabled(cached)
                 for part in owner.parts.values():
@@ -201,7 +201,7 @@ class _Checked:
         return gather(batch.outputs, common_outputs(owner.last)) if keep else None
 
     def _schedule(self) -> Any:
-        """PyTorch's schedule over the stages as they are connected, which is kept."""
+        """PyTorch's schedule over the stages as they are connected now, cached."""
         owner, name, m, loss = self._of
         boundaries = [(part.inward, part.outward) for part in owner.parts.values()]
         stages = [*chain(*boundaries), *[each.submod for each in owner.stages]]
@@ -212,7 +212,7 @@ class _Checked:
         return self._running[1]
 
     def _check_modules(self) -> None:
-        """Refuses, or makes right, what PyTorch's schedules get wrong."""
+        """Refuses, or adjusts, modules with which PyTorch's schedules give wrong gradients."""
         owner, name, *_ = self._of
         if isinstance(owner, FSDPModule):
             raise ValueError(
@@ -239,7 +239,7 @@ class _Checked:
                     "are sharded and the stage is not, so that they are reduced for each "
                     "micro-batch: call fully_shard(each.submod) as well, after its layers"
                 )
-            for part in sharded:  # PyTorch's halves need weights that stay as the forward had them
+            for part in sharded:  # the second half needs the weights as forward had them
                 part.set_reshard_after_forward(False, recurse=False)
             seen: dict[int, str] = {}
             for own, parameter in stage.submod.named_parameters(remove_duplicate=False):
@@ -251,7 +251,7 @@ class _Checked:
                     )
 
     def _factor(self, batch: _MiniBatch) -> Tensor:
-        """By what gradients are multiplied where weights came with the losses, on all ranks."""
+        """The factor of the gradients if losses came with weights, from the last stage's rank."""
         owner = self._of[0]
         factor = batch.factor() if owner.last is not None else 1.0
         if batch.weighed and self._replicated and batch.group is None:
@@ -266,9 +266,10 @@ class _Checked:
 
 
 class _MiniBatch(Source):
-    """A mini-batch on this rank: cut for the first stage; its targets and losses for the last.
+    """A mini-batch on this rank: inputs of the first stage, targets and losses of the last one.
 
-    ``outputs`` are those of the last stage, detached; ``shares`` what micro-batches go back from.
+    ``outputs`` are detached outputs of the last stage. ``shares`` are the losses that the
+    micro-batches run backward from.
     """
 
     _objective: Objective | None = None
@@ -286,7 +287,7 @@ class _MiniBatch(Source):
         self._owner, self._keep, self.group, self._scale = owner, keep, group, 1
         self.outputs: list[Any] = []
         self.shares: list[Tensor] = []
-        # Also where it is not needed, so that all ranks refuse a batch that all are given.
+        # Also on ranks that do not need it, so that all ranks refuse a batch that all are given.
         for what, tree in ("input", (args, kwargs)), ("target", target):
             for tensor in tensors_in(tree)[:1]:
                 total = len(tensor) if tensor.dim() else m * owner.size
@@ -317,7 +318,7 @@ class _MiniBatch(Source):
             self._targets = dict(enumerate(scatter_pair(target, None, m)[0]))
         if loss is None or not (backward or target is not None):
             return
-        # All micro-batches have one shape, so samples count as elements do.
+        # All micro-batches have one shape, so weights by samples equal weights by elements.
         self._objective = Objective(replace(loss, count=None), self)
         self._draws = loss.draws
         if backward:
@@ -338,7 +339,7 @@ class _MiniBatch(Source):
             owner.last.head = self._root
 
     def _root(self, i: int, output: Any) -> Tensor:
-        """The loss of a micro-batch: the one value that PyTorch sees of the last stage."""
+        """The loss of a micro-batch, which PyTorch takes for the output of the last stage."""
         if self._keep:
             self.outputs.append(map_tensors(lambda tensors: [t.detach() for t in tensors], output))
         objective, target = self._objective, self.target(i)
@@ -354,7 +355,7 @@ class _MiniBatch(Source):
             annotate(error, f"in loss_fn, micro-batch {i}")
             raise
         if objective.returns_weights and objective.divisor is not None:
-            root = root * objective.divisor  # yet to be divided by all of the step
+            root = root * objective.divisor  # factor() divides by the weight of the whole step
         self.shares.append(root)
         return torch.stack([root.to(torch.float32)])
 
@@ -364,7 +365,7 @@ class _MiniBatch(Source):
         return self._objective is not None and self._objective.returns_weights
 
     def factor(self) -> Any:
-        """One by the weights of the losses, if they came with these; found once for all ranks."""
+        """1 / the total weight, if losses came with weights; otherwise 1. Cached."""
         if self._by is None:
             self._by = 1.0
             if self._objective is not None and self._objective.returns_weights:
@@ -373,7 +374,7 @@ class _MiniBatch(Source):
         return self._by
 
     def _mean(self, weight: Any) -> Tensor:
-        """Of those of the ranks with the same stage."""
+        """The mean of a weight over the ranks of ``group``."""
         mean = torch.as_tensor(weight, dtype=torch.float32).to(self._owner.device, copy=True)
         if self.group is not None:
             dist.all_reduce(mean, group=self.group)
@@ -381,13 +382,13 @@ class _MiniBatch(Source):
         return mean
 
     def losses_of_all(self, losses: list[Any]) -> Tensor:
-        """The losses as one tensor, with those of other ranks of this stage; elsewhere room."""
+        """The means of the losses over ``group``, ``[m]``; zeros if the last stage is elsewhere."""
         if self._owner.last is None:
             return torch.zeros(self.m, device=self._owner.device)
         return self._mean(torch.stack(losses))
 
     def finish(self, losses: list[Any] | None) -> dict[str, Any] | None:
-        """Gives the losses, and returns the metrics."""
+        """Fills ``losses``, and returns the metrics."""
         if self._objective is None:
             return None
         if losses is not None:

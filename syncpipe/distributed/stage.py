@@ -1,11 +1,11 @@
-"""``stage``: of a model the part that this process has, for ``torch.distributed.pipelining``.
+"""``stage``: the stages of one process in a pipeline of ``torch.distributed.pipelining``.
 
-The same description as for ``Pipe``: layers or specs, balance, skips, ties. Each process reads all
-of it, on ``meta``, and builds what is its own.
+The model is described as for ``Pipe``: layers or specs, balance, skips, ties. Each process reads
+the whole description, on ``meta``, and builds its own layers.
 
-PyTorch's stages send tensors, and take back a gradient for each that can have one. Layers return
-trees, with None, masks and indices in them, and skips pass by. So a boundary is the tree
-``(value, skips)`` without its values, which both sides know beforehand, and these on the wire::
+PyTorch's stages send tensors, and receive a gradient for each tensor that can have one. Layers
+return trees that contain None, masks and indices, and skips pass by. Both sides know the tree
+``(value, skips)`` beforehand, as a ``Boundary``, and only the values of its tensors are sent::
 
     layers -> (value, skips) -> Boundary.closed -> tensors -> ... -> Boundary.opened -> layers
 """
@@ -65,13 +65,12 @@ from syncpipe.training.loss_function import known_loss
 
 __all__ = ["Stages", "stage"]
 
-#: What clips by the norm of the parameters that it is given.
 _CLIP = inspect.unwrap(nn.utils.clip_grad_norm_).__code__
 _CONSTANTS = (type(None), bool, int, float, str, torch.dtype)
 
 
 class Boundary:
-    """What one stage hands to the next one for each micro-batch: trees like an example."""
+    """The structure, shapes and dtypes of the tree that one stage sends to the next one."""
 
     def __init__(self, tree: Any, where: str) -> None:
         for name, leaf in by_name("", tree).items():
@@ -87,7 +86,7 @@ class Boundary:
             return [torch.zeros_like(_plain(tensor, where), device="meta") for tensor in tensors]
 
         self.tree, self._where, self._kind = map_tensors(empty, tree), where, _kind(tree)
-        #: The dtypes on the wire, where ``fully_shard`` changes those of the layers.
+        #: The dtypes that are sent. ``fully_shard`` may change those of the layers.
         self.dtypes = [_real(tensor).dtype for tensor in tensors_in(self.tree)]
 
     def __reduce__(self) -> Any:
@@ -99,7 +98,7 @@ class Boundary:
         return tuple([tensor.requires_grad_(tensor.is_floating_point()) for tensor in sent])
 
     def closed(self, tree: Any) -> tuple[Tensor, ...]:
-        """From a tree to what is sent."""
+        """The tensors to send of a tree."""
         kind = _kind(tree)
         if kind != self._kind:
             raise ValueError(
@@ -109,11 +108,11 @@ class Boundary:
                 "make the schedule anew: mine.schedule(...)"
             )
         sent = [_real(_plain(tensor, self._where)) for tensor in tensors_in(tree)]
-        # Copies: the next micro-batch may change a buffer, and PyTorch detaches these in place.
+        # Copies, because the next micro-batch may change a buffer and PyTorch detaches in place.
         return tuple([tensor.clone(memory_format=torch.contiguous_format) for tensor in sent])
 
     def opened(self, wire: Sequence[Tensor]) -> Any:
-        # Layers may change in place what arrived, though that is a leaf.
+        # Views, because layers may change their input in place, which autograd forbids for leaves.
         found = [tensor.unsafe_chunk(1)[0] if tensor.dim() else tensor.clone() for tensor in wire]
 
         def known(like: list[Tensor]) -> list[Tensor]:
@@ -124,14 +123,14 @@ class Boundary:
 
 
 def _kind(tree: Any) -> tuple[str, Any]:
-    """All of a tree but the values of its tensors."""
+    """The structure and leaves of a tree, without the values of its tensors."""
     leaves, structure = flatten(tree)
     shown = [described(leaf) if isinstance(leaf, Tensor) else repr(leaf) for leaf in leaves]
     return ", ".join(shown), structure
 
 
 def _plain(tensor: Tensor, where: str) -> Tensor:
-    """A tensor that can be sent; what waits for its values (tensor parallelism) has them then."""
+    """A tensor that can be sent. The copy of an asynchronous tensor waits for its values."""
     found = tensor if type(tensor) in (Tensor, nn.Parameter) else tensor.clone()
     if type(found) not in (Tensor, nn.Parameter) or found.layout is not torch.strided:
         raise TypeError(
@@ -147,13 +146,13 @@ def _real(tensor: Tensor) -> Tensor:
 
 
 class StageModule(Partition):
-    """The layers of one stage, under the names that they have in the model.
+    """The layers of one stage, under their names in the model.
 
-    ``fully_shard`` and ``parallelize_module`` take it as they take any module.
+    ``fully_shard`` and ``parallelize_module`` take it as any other module.
 
-    It has a boundary ``inward``, but for the first stage, and ``outward``, but for the last one. In
-    a step the first stage has the ``inputs`` of all micro-batches, and the last one a ``head``,
-    which makes the loss of an output. Where ``outward`` is yet unknown it is found.
+    All stages but the first have an ``inward`` boundary. All but the last have an ``outward`` one,
+    which ``forward`` sets while it is None. In a step the first stage has the ``inputs`` of all
+    micro-batches, and the last one a ``head``, which computes the loss of an output.
     """
 
     inward: Boundary | None = None
@@ -173,16 +172,17 @@ class StageModule(Partition):
         self._micro_batch, self._stage = 0, None
 
     def begin(self, m: int, seed: int, device: torch.device) -> None:
-        """A mini-batch begins, whose layers draw random numbers as those of a ``Pipe``."""
+        """Begins a mini-batch, whose layers draw random numbers as in a ``Pipe``."""
         names, keys = list(self._modules), (self._arriving, self._leaving)
         if self._stage is None or self._stage.names != names:
             self._stage = Stage(self._j, self, names, self._first, device, *keys)
         self.run = StageRun(self._stage, m, seed, "never", grad=torch.is_grad_enabled())
 
     def around(self, i: int, module: Callable[..., Any], wire: Any) -> Any:
-        """Calls this module, or what is around it, for a micro-batch: to what is sent, or a loss.
+        """Runs ``module``, this one or a wrapper of it, on micro-batch ``i``.
 
-        ``wire`` is what arrives (or the index of the micro-batch, in the first stage).
+        ``wire`` has the tensors received, or in the first stage the index of the micro-batch.
+        Returns the tensors to send, or in the last stage the loss.
         """
         self._micro_batch = i
         found = module(self.inputs[i]) if self.inward is None else module(*wire)
@@ -190,7 +190,7 @@ class StageModule(Partition):
         return found if self.head is None else self.head(i, found)
 
     def forward(self, *given: Any) -> Any:
-        """From what arrives, or the input of the model, to what is sent, or its output."""
+        """From tensors received, or the model's input, to tensors to send, or its output."""
         tree = (given[0], ()) if self.inward is None else self.inward.opened(given)
         value, skips = self._through(*tree)
         if self._last:
@@ -200,7 +200,7 @@ class StageModule(Partition):
         return self.outward.closed((value, skips))
 
     def _through(self, value: Any, skips: tuple[Any, ...]) -> tuple[Any, tuple[Any, ...]]:
-        """The layers, and the skips that pass by: they lie in the store meanwhile."""
+        """Runs the layers. Skips that pass by stay in the store."""
         store, run = dict(zip(self._arriving, skips, strict=True)), self.run
         try:
             with use_store(store):
@@ -213,18 +213,18 @@ class StageModule(Partition):
 
 
 class Stages(ModelNames):
-    """What one rank has of a model; made by :func:`stage`.
+    """The stages of a model on one rank; made by :func:`stage`.
 
-    Its parameters and ``state_dict`` have the names that they have in the plain model.
+    Parameters and entries of ``state_dict`` have the names of the original model.
 
     Attributes:
-        stages: PyTorch's ``PipelineStage`` objects of this rank; ``.submod`` is the module of one,
-            for ``fully_shard`` and ``parallelize_module``.
-        balance: of the whole model.
-        device: of this rank.
-        rank: of this process in the pipeline.
-        first: the module of the model's first stage, if it is here; None elsewhere.
-        last: likewise of the last one.
+        stages: PyTorch's ``PipelineStage`` objects of this rank. Their modules ``.submod`` are for
+            ``fully_shard`` and ``parallelize_module``.
+        balance: that of the whole model.
+        device: the device of this rank.
+        rank: the rank of this process in the pipeline.
+        first: the module of the model's first stage on its rank, None elsewhere.
+        last: the module of the model's last stage on its rank, None elsewhere.
     """
 
     first: StageModule | None
@@ -238,7 +238,7 @@ class Stages(ModelNames):
         self.parts: dict[int, StageModule] = {}
         self.stages: list[Any] = []
         self._ties: list[_Tied] = []
-        #: For each state of autocast the boundaries behind the stages.
+        #: By autocast state, the boundary after each stage but the last.
         self._boundaries: dict[Any, list[Any]] = {}
         self.counts = LossCounts()
         self.size = self.peers.agree(partial(self._build, *given, **how))[0]
@@ -250,14 +250,15 @@ class Stages(ModelNames):
         self, layers: Layers, balance: Any, sample: Any, placement: str, device: Any, unpack: bool,
         **how: Any,
     ) -> tuple[dict[str, Any], int]:  # fmt: skip
-        """Makes the modules, for ``Peers.agree``; the first one finds the size of a micro-batch."""
+        """Builds the modules, for ``Peers.agree``. Returns the size of a micro-batch, which the
+        rank of the first stage alone knows."""
         n = self.peers.size
         if placement not in ("loop", "v"):
             raise ValueError(f"placement={placement!r}: must be 'loop' or 'v'")
         module = as_sequential(layers)
         initialization = Initialization.checked(module, **how)
         if initialization.seed is None and (has_specs(module) or waiting(module)):
-            # One number of the generator, which so stays alike on all ranks.
+            # Each rank draws one number, so that the generators of all ranks stay alike.
             initialization = Initialization(initialization.init_fn, draw_seed())
         self.balance, self.placement = _sizes(balance, module, n, placement), placement
         stages = range(len(self.balance))
@@ -275,7 +276,7 @@ class Stages(ModelNames):
         self._tied = find_ties(cut)
         check_modes(self._tied)
         outgoing = list(enumerate(inspect_layout(cut).outgoing))
-        passing = [  # skips that arrive with the input of a stage: popped there, or further on
+        passing = [  # skips that arrive with the input of a stage, and are popped there or later
             [key for k, skips in outgoing for key, to in skips.items() if k < j <= to]
             for j in range(len(cut) + 1)
         ]
@@ -288,7 +289,7 @@ class Stages(ModelNames):
                 part.unpack = unpack or unpacks(module)
                 self.parts[j] = part
         ends = {"first": self.parts.get(0), "last": self.parts.get(len(cut) - 1)}
-        self.__dict__.update(ends)  # which are no other submodules
+        self.__dict__.update(ends)  # not registered as submodules
         parts, devices = list(self.parts.values()), [self.device] * len(self.parts)
         firsts = [spans[j].start for j in self.parts]
         or_as_before(parts, lambda: build_layers(parts, devices, initialization, firsts))
@@ -309,15 +310,15 @@ class Stages(ModelNames):
         return {"layers": kinds, "placements": placement, "balances": self.balance}, size
 
     def autocast(self) -> tuple[Any, ...]:
-        """The state of autocast, of which the dtypes of all that crosses depend."""
+        """The autocast state, on which the dtypes of boundaries depend."""
         types = dict.fromkeys(("cpu", self.device.type))
         on = filter(torch.is_autocast_enabled, types)
         return tuple([(kind, torch.get_autocast_dtype(kind)) for kind in on])
 
     def connect(self) -> None:
-        """Runs the sample through the stages, one after another, so that all know what they send.
+        """Sets the boundaries of ``parts`` for the current autocast state.
 
-        Afterwards ``parts`` have the boundaries of this state of autocast.
+        For a new state the sample runs through the stages, one after another.
         """
         key, n = self.autocast(), len(self.balance)
         if key not in self._boundaries:
@@ -332,7 +333,7 @@ class Stages(ModelNames):
             part.inward, part.outward = boundaries[j : j + 2] if n > 1 else (None, None)
 
     def _boundary(self, j: int, inward: Boundary | None) -> Boundary:
-        """What stage ``j`` sends, by an example of what arrives; the first stage has the sample."""
+        """What stage ``j`` sends, found by a run on zeros, or in the first stage on the sample."""
         part = self.parts[j]
         module = next((each.submod for each in self.stages if each.stage_index == j), part)
 
@@ -344,7 +345,7 @@ class Stages(ModelNames):
                 sent = part.around(0, module, wire)
             finally:
                 for each in filter(lambda m: isinstance(m, FSDPModule), module.modules()):
-                    each.reshard()  # as it is before and after a step
+                    each.reshard()  # the state before and after a step
             assert part.outward is not None
             part.outward.dtypes = [tensor.dtype for tensor in sent]
             return part.outward
@@ -358,7 +359,7 @@ class Stages(ModelNames):
         loss = torch.empty(1, device="meta", requires_grad=True)
         modules = {each.stage_index: each.submod for each in self.stages}
         made = []
-        for j, part in self.parts.items():  # with all shapes given nothing is run to find them
+        for j, part in self.parts.items():  # given all shapes, PyTorch runs nothing to infer them
             given = (index,) if part.inward is None else part.inward.wire()
             sent = (loss,) if part.outward is None else part.outward.wire()
             shapes: Any = {"input_args": given, "output_args": sent, "group": self._group}
@@ -367,7 +368,7 @@ class Stages(ModelNames):
         return made
 
     def _tie(self) -> None:
-        """Tensors that several ranks hold begin with the values of the first one."""
+        """Gives tied tensors on several ranks the values of the first of these ranks."""
         for k, tie in enumerate(self._tied):
             ranks = list(dict.fromkeys(self._rank_of[j] for j in tie.stages))
             mine = [place for place in tie.places if place.stage in self.parts]
@@ -385,11 +386,11 @@ class Stages(ModelNames):
                 self._ties.append(_Tied(names, group, ranks[0] == self.rank))
 
     def _apply(self, *args: Any, **how: Any) -> Any:
-        self._boundaries.clear()  # of other dtypes, perhaps
+        self._boundaries.clear()  # dtypes may have changed
         return super()._apply(*args, **how)  # type: ignore[no-untyped-call]
 
     def __getstate__(self) -> dict[str, Any]:
-        """A copy has the layers and their state, and knows no processes."""
+        """The layers and their state only: a copy takes part in no pipeline."""
         gone = "peers", "_group", "parts", "stages", "_ties", "_tied", "_boundaries", "counts"
         kept = {key: value for key, value in self.__dict__.items() if key not in gone}
         return {**kept, "first": None, "last": None, "sample": None, "stages": []}
@@ -397,8 +398,8 @@ class Stages(ModelNames):
     def _together(self, what: str) -> Peers:
         if "peers" not in self.__dict__:
             raise RuntimeError(
-                f"{what} of a copy of stages, which has their layers and state alone: call it of "
-                "what stage() returned, after load_state_dict(copy.state_dict())"
+                f"{what}() of a copy of stages, which has their layers and state only: call it on "
+                "the result of stage(), after load_state_dict(copy.state_dict())"
             )
         return self.peers
 
@@ -427,21 +428,19 @@ class Stages(ModelNames):
                 ``"looped_bfs"``, ``"interleaved_1f1b"``, ``"interleaved_zero_bubble"``; with
                 two on each in a V, ``stage(..., placement="v")``, ``"zbv"``, ``"dualpipev"``.
             chunks: the number of micro-batches.
-            loss_fn: as for ``Pipe.train_batch``; called on the rank of the last stage, where the
-                metrics of the last call are in ``schedule.metrics``. None: there is ``eval`` only.
-            loss_reduction: as for ``Pipe.train_batch``.
-            weight: as for ``Pipe.train_batch``.
-            verify: as for ``Pipe.train_batch``.
-            data_parallel: the process group, or the mesh of one dimension, over which gradients of
-                the stages are averaged. Needed where mini-batches differ in what counts (masked
-                targets, ``weight=``), and for sums.
+            loss_fn: as for ``Pipe.train_batch``; called on the rank of the last stage, where
+                ``schedule.metrics`` has the metrics of the last call. None: for ``eval`` only.
+            loss_reduction, weight, verify: as for ``Pipe.train_batch``.
+            data_parallel: the process group, or mesh of one dimension, over which the gradients of
+                the stages are averaged. Needed for sums, and where the weights of mini-batches
+                differ (masked targets, ``weight=``).
 
         Returns:
             An instance of a class of ``torch.distributed.pipelining``, whose ``step`` and ``eval``
-            check their arguments. Gradients are those of the mini-batch's loss, not to be scaled.
+            check their arguments. Gradients are those of the mini-batch's loss; do not scale them.
 
         Raises:
-            TypeError, ValueError: an argument does not fit, or not the placement of the stages.
+            TypeError, ValueError: an argument, or the placement of the stages, does not fit.
         """
         made: Any = []
 
@@ -456,14 +455,14 @@ class Stages(ModelNames):
 
         rows = self._together("schedule").agree(make)
         made[0].weighs = rows[self._rank_of[-1]]
-        self._boundaries.clear()  # layers may be sharded by now
+        self._boundaries.clear()  # layers may have been sharded
         self.connect()
         return made[0]
 
     def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
-        """As ``nn.Module.parameters``, with a warning where PyTorch clips gradients by them."""
+        """As ``nn.Module.parameters``; warns if ``torch.nn.utils.clip_grad_norm_`` reads them."""
         apart = "peers" in self.__dict__ and self.peers.size > 1
-        # The frame below that of a generator is what reads it.
+        # The caller's frame of a generator is the function that iterates over it.
         if apart and not self._warned and sys._getframe(1).f_code is _CLIP:
             self._warned = True
             warnings.warn(
@@ -477,13 +476,13 @@ class Stages(ModelNames):
     def clip_grad_norm_(
         self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False
     ) -> Tensor:
-        """Clip gradients by the norm of those of the whole model; called on all ranks.
+        """Clip gradients by the norm of all gradients of the model; called on all ranks.
 
-        As ``torch.nn.utils.clip_grad_norm_``, over all stages, and over all parts of what is
-        sharded by ``fully_shard`` or ``parallelize_module``. Tied weights count once.
+        As ``torch.nn.utils.clip_grad_norm_``, over all stages and all shards of ``fully_shard``
+        and ``parallelize_module``. Tied weights count once.
 
         Returns:
-            The norm before, in float64, the same on all ranks.
+            The norm before clipping, float64, the same on all ranks.
 
         Raises:
             ValueError: ``norm_type`` is not positive.
@@ -494,7 +493,7 @@ class Stages(ModelNames):
             total = self._grad_norm(norm_type)
         if error_if_nonfinite and not torch.isfinite(total):
             raise RuntimeError(f"the norm of order {norm_type} of all gradients is {total.item()}")
-        for parameter in self.parameters():  # one by one, for each may be on another mesh
+        for parameter in self.parameters():  # one by one, because each may be on another mesh
             nn.utils.clip_grads_with_norm_(parameter, max_norm, total)
         return total
 
@@ -504,7 +503,7 @@ class Stages(ModelNames):
         for parameter in self.parameters():
             if parameter.grad is not None and id(parameter) not in elsewhere:
                 by_mesh[getattr(parameter.grad, "device_mesh", None)].append(parameter.grad)
-        # In one dtype, whatever those of the stages are.
+        # In one dtype: those of the stages may differ.
         norms = [torch.zeros((), device=self.device, dtype=torch.float64)]
         for grads in by_mesh.values():
             norm: Any = nn.utils.get_total_norm(grads, norm_type)
@@ -514,17 +513,16 @@ class Stages(ModelNames):
         return torch.linalg.vector_norm(everywhere, norm_type)  # type: ignore[no-any-return]
 
     def broadcast(self, tensor: Tensor) -> None:
-        """Gives all ranks of the pipeline the values of that of the last stage."""
+        """Gives all ranks of the pipeline the values of the last stage's rank, in place."""
         rank = dist.get_global_rank(self._group, self._rank_of[-1])
         self.peers.wait(dist.broadcast(tensor, rank, self._group, async_op=True), tensor)
 
     @contextmanager
     def gradients(self, factor: Callable[[], Tensor] | None) -> Iterator[None]:
-        """The gradients of a step become those of all ranks that hold the weight.
+        """Adds up the gradients of tied weights over all stages and ranks at the end of a step.
 
-        So it is as if there were one tensor, and all ranks take the same step. What earlier steps
-        have accumulated is added up already. Then all are multiplied by a ``factor`` that is known
-        in the end, and hooks of the user's run, once a step.
+        Gradients of earlier steps were added up before, and are kept apart. Then the gradients of
+        this step are multiplied by ``factor()``, and the user's hooks run once.
         """
         tied = [(tie, tie.weights(self)) for tie in self._ties]
         apart = list(self.parameters()) if factor else list(chain(*[each for _, each in tied]))
@@ -560,7 +558,7 @@ class Stages(ModelNames):
                 hook(leaf)
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
-        # That of the whole model is welcome: what is on other ranks is passed over.
+        # Accepts the state of the whole model: entries of other ranks are ignored.
         for key in self._elsewhere - set(self.state_dict()):
             state_dict.pop(prefix + key, None)
         super()._load_from_state_dict(state_dict, prefix, *args)
@@ -579,7 +577,7 @@ def stage(
     unpack: bool = False,
     timeout: float | None = None,
 ) -> Stages:
-    """Make the stages of this rank; called on all ranks of the pipeline, with the same arguments.
+    """Make the stages of this rank. Call it on all ranks of the pipeline, with equal arguments.
 
     ::
 
@@ -589,28 +587,27 @@ def stage(
         schedule.step(x, target=y)
 
     Args:
-        layers: as for ``Pipe``. Of :class:`LayerSpec` only the own ones are built; of modules,
-            which are all there, only the own ones are moved and used.
-        balance: for each stage the number of its layers, a multiple of the number of ranks; or
+        layers: as for ``Pipe``. A rank builds only its own :class:`LayerSpec` layers, and moves
+            and uses only its own modules.
+        balance: the number of layers of each stage, for a multiple of the number of ranks; or
             ``"parameters"``, ``"uniform"`` or ``"type:regex"`` for one stage on each rank (two
             with ``placement="v"``).
-        sample: an input of the size of a micro-batch, needed on the rank of the first stage. The
-            layers run once with it, so that all shapes are known, which stay what they are.
+        sample: an input with the shape and dtype of every micro-batch, needed on the rank of the
+            first stage. The layers run on it once, to find the shapes of all boundaries.
         group: the process group of the pipeline, or a mesh of one dimension, ``mesh["pp"]``. None:
             all processes.
-        device: of this rank. None: the current accelerator if the group is for one, or the CPU.
-        placement: with several stages on each of ``n`` ranks, which are on rank ``r``: ``"loop"``
-            for ``r``, ``r + n``, ..., or ``"v"`` for ``r`` and ``2n - 1 - r``.
-        init_fn: as for ``Pipe``.
-        seed: as for ``Pipe``; with it the first weights are those of one process.
-        unpack: as for ``Pipe``.
-        timeout: seconds that a rank waits for another one, before it raises. None: that of the
-            process group.
+        device: of this rank. None: the current accelerator, or the CPU if there is none or the
+            group is on gloo.
+        placement: with several stages on each of ``n`` ranks, those of rank ``r``: ``"loop"`` for
+            ``r``, ``r + n``, ..., or ``"v"`` for ``r`` and ``2n - 1 - r``.
+        init_fn, unpack: as for ``Pipe``.
+        seed: as for ``Pipe``. Initial weights then equal those of a single process.
+        timeout: seconds that a rank waits for another one before it raises. None: the timeout of
+            the process group.
 
     Raises:
         TypeError, ValueError: an argument does not fit, or there is no process group.
-        RuntimeError: another rank has failed, with the reason; or PyTorch is older than 2.13, or
-            has another kind of pipelining.
+        RuntimeError: another rank failed, with its reason; or the PyTorch version is not supported.
     """
     check_pipelining()
     of = given_group(group, "group")
@@ -634,9 +631,9 @@ def _sizes(balance: Any, module: nn.Sequential, n: int, placement: str) -> list[
 
 
 class _Tied(NamedTuple):
-    """A weight that is in several stages: its names here, and where it is on other ranks as well.
+    """A weight in several stages: its names on this rank, and the group of all its ranks.
 
-    ``first``: this is the rank of the first of these stages.
+    ``first``: whether this is the rank of the first of the stages.
     """
 
     names: list[str]
@@ -644,7 +641,7 @@ class _Tied(NamedTuple):
     first: bool
 
     def weights(self, owner: nn.Module) -> list[nn.Parameter]:
-        """What the names are now: ``fully_shard`` makes a parameter for each stage."""
+        """The current parameters of the names; ``fully_shard`` makes one for each stage."""
         return list({id(p): p for p in map(owner.get_parameter, self.names)}.values())
 
     def add_up(self, weights: Sequence[nn.Parameter]) -> None:
@@ -655,8 +652,8 @@ class _Tied(NamedTuple):
         own = [_local(grad) for grad in grads]
         if len({(grad.shape, getattr(grad, "placements", None)) for grad in grads}) > 1:
             raise ValueError(
-                f"{' and '.join(map(repr, self.names))} are one weight, which is sharded in one "
-                "stage otherwise than in another: shard these stages alike, or untie them"
+                f"{' and '.join(map(repr, self.names))} are one weight, which is sharded "
+                "differently in two stages: shard these stages alike, or untie them"
             )
         dense = sum(own[1:], own[0]).contiguous()
         if self.group is not None:

@@ -55,7 +55,7 @@ def second(how: str, stage: int = 0, before: bool = False) -> tuple[str, bool, s
     Returns:
         What it raises, whether gradients are what they were, and what the next call says.
     """
-    peers.PATIENCE, peers._LOOK = 0.3, 0.1
+    peers.PATIENCE, peers._POLL = 0.3, 0.1
     rank, size = distributed.get_rank(), distributed.get_world_size()
     odd = rank == GUILTY
     pipe, plain = pipe_of()

@@ -27,7 +27,7 @@ ERRORS = {
 
 def fails(how: str) -> list[str] | None:
     """What a call says that fails in one rank, or is another one there; and what the next says."""
-    peers.PATIENCE, peers._LOOK = 0.3, 0.1
+    peers.PATIENCE, peers._POLL = 0.3, 0.1
     rank = dist.get_rank()
     layers = nn.Sequential(nn.Identity(), culprit := Fails(), nn.Linear(5, 4))
     x, y = numbered(6), torch.randn(12, 4)
