@@ -151,11 +151,11 @@ class Averaging:
     ) -> Any:
         what = {"no_sync": not self.syncs, "global_loss": global_loss, "accumulate": accumulate}
         with self.call("train_batch", **what) as call:
-            return call.of_all(step(call))
+            return call.with_results(step(call))
 
     def eval_batch(self, step: Callable[[Any], Any]) -> Any:
         with self.call("eval_batch", global_loss=True) as call:
-            return call.of_all(step(call.weighed))
+            return call.with_results(step(call.weighed))
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -209,10 +209,10 @@ class _Call:
 
     def __init__(self, owner: Averaging, what: dict[str, Any]) -> None:
         self._owner, self.what = owner, what
-        self._whole = 1.0  # the weight of the mini-batches of all processes, set by _exchange
-        self._totals: dict[Any, float] = {}  # the loss (key None) and metrics of all processes
+        self._total = 1.0  # the weight of the mini-batches of all processes, set by _exchange
+        self._results: dict[Any, float] = {}  # the loss (key None) and metrics of all processes
         #: By stage: leaves, their gradients in one tensor, and the all-reduce of it.
-        self._sent: dict[int, list[tuple[list[Tensor], Tensor, Any]]] = {}
+        self._sums: dict[int, list[tuple[list[Tensor], Tensor, Any]]] = {}
 
     def begin(self, plan: Schedule, leaves: Accumulated, objective: Objective) -> Watch:
         """Returns the wrapper of runs that starts the sums of a stage after its last backward."""
@@ -250,7 +250,7 @@ class _Call:
                 left[j] -= 1
                 # The factor of an earlier .grad needs the weight of all, known in finish().
                 if not left[j] and all(leaves.grad_before(x) is None for x in self._stages[j]):
-                    self._start(j, own)
+                    self._start_sums(j, own)
                 return made
 
             return counting
@@ -261,10 +261,10 @@ class _Call:
         self._objective = objective
         self._exchange()
 
-    def of_all(self, result: Any) -> Any:
+    def with_results(self, result: Any) -> Any:
         """The result, with the loss and metrics of all processes if ``global_loss`` is set."""
         parts = list(result) if isinstance(result, tuple) else [result]
-        for name, total in self._totals.items():
+        for name, total in self._results.items():
             place, key = (parts, 0) if name is None else (parts[-1], name)
             value: Any = place[key]
             if isinstance(value, Tensor):
@@ -281,36 +281,36 @@ class _Call:
         assert objective.divisor is not None
         own = float(objective.divisor)
         sizes: list[list[int]] = []
-        there: list[bool] = []
+        present: list[bool] = []
         if owner.syncs:
             self._stages.append([leaf for leaf in self._leaves.others() if leaf.requires_grad])
             sizes = [*self._sizes, [leaf.nbytes for leaf in self._stages[-1]]]
-            there = [_is_there(leaf) for leaf in chain(*self._stages)]
-        rows = self._exchange(sizes, there)
-        factor = (1.0 if objective.is_sum else own / self._whole) * owner.peers.size
+            present = [_has_dense_grad(leaf) for leaf in chain(*self._stages)]
+        rows = self._exchange(sizes, present)
+        factor = (1.0 if objective.is_sum else own / self._total) * owner.peers.size
         if not owner.syncs:
             if factor != 1:
                 self._leaves.scale(factor)
             return factor
         owner.agreed = self._sizes
         for j in range(len(self._stages)):
-            if j not in self._sent:
-                self._start(j, own)
+            if j not in self._sums:
+                self._start_sums(j, own)
         anywhere = map(any, zip(*rows, strict=True))
         used = {id(leaf) for leaf, one in zip(chain(*self._stages), anywhere, strict=True) if one}
-        for leaves, flat, work in chain.from_iterable(self._sent.values()):
+        for leaves, flat, work in chain.from_iterable(self._sums.values()):
             owner.peers.wait(work, flat)
             if flat.device.type != "cpu":  # written on a worker's stream, read on the caller's
                 flat.record_stream(torch.accelerator.current_stream(flat.device))
-            parts = torch.split(flat.div_(self._whole), [leaf.numel() for leaf in leaves])
+            parts = torch.split(flat.div_(self._total), [leaf.numel() for leaf in leaves])
             for leaf, part in zip(leaves, parts, strict=True):
                 if id(leaf) in used:
                     leaf.grad = torch.empty_like(leaf) if leaf.grad is None else leaf.grad
                     leaf.grad.copy_(part.view(leaf.shape))
         return factor
 
-    def _exchange(self, sizes: Any = (), there: Sequence[bool] = ()) -> list[Sequence[bool]]:
-        """Compares the call in all processes and adds up weights; returns each one's ``there``."""
+    def _exchange(self, sizes: Any = (), present: Sequence[bool] = ()) -> list[Sequence[bool]]:
+        """Compares the call in all processes and adds up weights; returns every ``present``."""
         objective, weight = self._objective, float(self._objective.total())
         found: dict[Any, Any] = {}
         if self.what["global_loss"]:
@@ -322,25 +322,25 @@ class _Call:
             what[f"the bytes of gradients of {whose} (0: frozen)"] = stage
         factor = 1.0 if objective.is_sum else weight
         parts = {name: float(x) * factor if factor else 0.0 for name, x in found.items()}
-        rows = self._owner.peers.agree(lambda: (what, (weight, there, parts)))
+        rows = self._owner.peers.agree(lambda: (what, (weight, present, parts)))
         if not objective.is_sum:  # without any weight, all gradients are zero
-            self._whole = sum(row[0] for row in rows) or 1.0
-        self._totals = {name: sum(row[2][name] for row in rows) / self._whole for name in parts}
+            self._total = sum(row[0] for row in rows) or 1.0
+        self._results = {name: sum(row[2][name] for row in rows) / self._total for name in parts}
         return [row[1] for row in rows]
 
     @torch.no_grad()
-    def _start(self, j: int, own: float) -> None:
+    def _start_sums(self, j: int, own: float) -> None:
         """Starts the all-reduces of a stage; the gradients of this process have weight ``own``."""
         owner = self._owner
         group = owner.groups[j if j < len(owner.groups) else 0]
-        sent = self._sent[j] = []
+        sent = self._sums[j] = []
         stage = self._stages[j]
         for indices in in_buckets(stage, int(owner.capacity)):
             leaves = [stage[k] for k in indices]
             flat = _flat(leaves, [leaf.grad for leaf in leaves]).mul_(own)
             before = [self._leaves.grad_before(leaf) for leaf in leaves]
             if any(grad is not None for grad in before):
-                flat.add_(_flat(leaves, before), alpha=self._whole / owner.peers.size - own)
+                flat.add_(_flat(leaves, before), alpha=self._total / owner.peers.size - own)
             real = torch.view_as_real(flat) if flat.is_complex() else flat
             sent.append((leaves, flat, dist.all_reduce(real, group=group, async_op=True)))
 
@@ -372,7 +372,7 @@ def _flat(leaves: Sequence[Tensor], grads: Sequence[Tensor | None]) -> Tensor:
     return flat.float() if flat.dtype == torch.float16 else flat
 
 
-def _is_there(leaf: Tensor) -> bool:
+def _has_dense_grad(leaf: Tensor) -> bool:
     if leaf.grad is not None and leaf.grad.layout is not torch.strided:
         raise TypeError(
             f"a parameter of shape {list(leaf.shape)} has a sparse gradient, which data_parallel "

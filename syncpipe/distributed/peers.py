@@ -70,16 +70,16 @@ class Peers:
         self._store = default_store()
         #: The state of this process: its last calls by number; the numbers of the latest, of the
         #: last refused and of the last it takes part in; why it ended; if it outlived a failure.
-        self._row = SimpleNamespace(
+        self._state = SimpleNamespace(
             calls={}, last=0, refused=0, until=math.inf, gone="", answers=False
         )
-        self._write = partial(_written, self._store, self._keys[self.rank], self._row)
+        self._write = partial(_write_state, self._store, self._keys[self.rank], self._state)
         self._write()
         self._begun, self._stop = math.inf, threading.Event()
         self.groups: list[Any] = []
         self._messages = self.new_group("messages", "gloo")
-        own = self.name(self.rank), self._row, self._write
-        weakref.finalize(self, _leave, self._stop, os.getpid(), *own)
+        own = self.name(self.rank), self._state, self._write
+        weakref.finalize(self, _write_exit, self._stop, os.getpid(), *own)
         weakref.finalize(self, _destroy, self.groups, os.getpid()).atexit = False
         given = weakref.ref(self), self._stop
         self._watch = threading.Thread(target=_watch, args=given, daemon=True, name="peers")
@@ -100,7 +100,7 @@ class Peers:
     def call(self, name: str) -> Iterator[None]:
         """A call that all processes make. An error ends the peers in all processes, unless all
         refuse the call before anything is ``sent``."""
-        row, self.sent = self._row, False
+        row, self.sent = self._state, False
         if row.gone:
             raise RuntimeError(
                 f"this {self._what} has ended: {row.gone}. Start the processes anew, from a "
@@ -118,21 +118,21 @@ class Peers:
         except BaseException as error:
             if isinstance(error, Exception) and not self.sent and self._all_refuse():
                 raise
-            found = self._failed(error)
+            found = self._end(error)
             raise found from found.__cause__
         finally:
             self._begun = math.inf
 
     def _all_refuse(self) -> bool:
-        self._row.refused = last = self._row.last
+        self._state.refused = last = self._state.last
         self._write()
-        return not self._silent(PATIENCE, lambda row: row.refused >= last)
+        return not self._await_states(PATIENCE, lambda row: row.refused >= last)
 
-    def _silent(self, seconds: float, says: Callable[[Any], bool]) -> list[str]:
+    def _await_states(self, seconds: float, says: Callable[[Any], bool]) -> list[str]:
         """Waits until all states fulfil ``says``, at most; names the processes that do not."""
         until = time.monotonic() + seconds
         while True:
-            rows = self._rows()
+            rows = self._states()
             if not rows:
                 return ["the process that keeps the store of all"]
             silent = [r for r in range(self.size) if r not in rows or not says(rows[r])]
@@ -140,15 +140,17 @@ class Peers:
                 return list(map(self.name, silent))
             time.sleep(0.05)
 
-    def _failed(self, error: BaseException) -> BaseException:
+    def _end(self, error: BaseException) -> BaseException:
         """Ends the peers. Returns what to raise: this error, or another process's reason."""
-        row, lost = self._row, _is_of_connection(error)
-        own = "" if lost else f"{self.name(self.rank)} failed with {_described(error)}"
+        row, lost = self._state, _is_of_connection(error)
+        own = "" if lost else f"{self.name(self.rank)} failed with {_error_text(error)}"
         row.until, row.gone = -1, row.gone or (self.why() if lost else own)
         self._write()
         self.close()
         if not row.gone:  # no process gives a reason: find the one that was killed
-            silent = ", ".join(self._silent(_ANSWER, lambda row: row.until < 0 or row.answers))
+            silent = ", ".join(
+                self._await_states(_ANSWER, lambda row: row.until < 0 or row.answers)
+            )
             silent = silent or f"a process outside of this {self._what}"
             row.gone = self.why() or (
                 f"{silent} does not answer any more, and has probably been killed; "
@@ -162,7 +164,7 @@ class Peers:
 
     def why(self) -> str:
         """Why this call cannot end, by the states of the others; empty without a reason."""
-        mine, last, rows = dict(self._row.calls), self._row.last, self._rows()
+        mine, last, rows = dict(self._state.calls), self._state.last, self._states()
         for rank, row in rows.items():
             for k, theirs in row.calls.items():
                 if (ours := mine.get(k, theirs)) != theirs:
@@ -204,7 +206,7 @@ class Peers:
         try:
             alike, found = act()
         except BaseException as error:
-            self._exchange((_described(error), {}, None))
+            self._exchange((_error_text(error), {}, None))
             raise
         rows = self._exchange(("", alike, found))
         for rank, (refused, theirs, _) in enumerate(rows):
@@ -252,19 +254,19 @@ class Peers:
         all_of = ", ".join(map(str, few))
         return f"{unit} {there} ({unit} {rank} of the {self._what} of {unit}s {all_of})"
 
-    def _rows(self) -> dict[int, Any]:
+    def _states(self) -> dict[int, Any]:
         """The states of all processes, this one included; empty if the store is gone."""
         with suppress(RuntimeError):  # the store ends with the process that hosts it
             return {r: pickle.loads(self._store.get(key)) for r, key in enumerate(self._keys)}
         return {}
 
 
-def _written(store: Any, key: str, row: Any) -> None:
+def _write_state(store: Any, key: str, row: Any) -> None:
     with suppress(RuntimeError):
         store.set(key, pickle.dumps(row))
 
 
-def _leave(
+def _write_exit(
     stop: threading.Event, process: int, name: str, row: Any, write: Callable[[], None]
 ) -> None:
     """Writes that this process has ended, or has freed its peers."""
@@ -272,7 +274,7 @@ def _leave(
     if process != os.getpid():
         return
     error = getattr(sys, "last_exc", None) or getattr(sys, "last_value", None)
-    why = "" if error is None else f" with {_described(error)}"
+    why = "" if error is None else f" with {_error_text(error)}"
     if not row.gone:
         row.until = row.last
         row.gone = f"{name} has ended{why}, after call {row.last}, and the others wait for it"
@@ -298,16 +300,16 @@ def _close(group: Any) -> None:
 
 def _watch(found: weakref.ref[Peers], stop: threading.Event) -> None:
     while not stop.wait(_POLL) and (peers := found()) is not None:
-        waits = time.monotonic() - peers._begun > PATIENCE and not peers._row.gone
+        waits = time.monotonic() - peers._begun > PATIENCE and not peers._state.gone
         if waits and (reason := peers.why()):
-            peers._row.gone = reason
+            peers._state.gone = reason
             peers.close()
         elif (
             waits
-            and not peers._row.answers
-            and any(row.until < 0 for row in peers._rows().values())
+            and not peers._state.answers
+            and any(row.until < 0 for row in peers._states().values())
         ):
-            peers._row.answers = True  # this process is alive, and not the cause
+            peers._state.answers = True  # this process is alive, and not the cause
             peers._write()
         del peers
 
@@ -329,7 +331,7 @@ def _is_of_connection(error: BaseException) -> bool:
     )
 
 
-def _described(error: BaseException) -> str:
+def _error_text(error: BaseException) -> str:
     parts = [f"{type(error).__name__}: {error}".rstrip(": "), *getattr(error, "__notes__", ())]
     return "; ".join(parts)
 

@@ -64,11 +64,11 @@ def schedule_over(
         raise ValueError(
             f"{name!r} needs {_NEEDS[needed]}. Here each rank has {n}, placed {placement!r}"
         )
-    schedule = _mixed(_Checked, getattr(pipelining, kind))(
-        *_arguments(owner.stages, needed, m, loss)
+    schedule = _with_mixin(_Checked, getattr(pipelining, kind))(
+        *_schedule_arguments(owner.stages, needed, m, loss)
     )
-    schedule._of, schedule._needed = (owner, name, m, loss), needed
-    schedule._begun = partial(_MiniBatch, owner, m, loss, group, verify)
+    schedule._arguments, schedule._needed = (owner, name, m, loss), needed
+    schedule._new_mini_batch = partial(_MiniBatch, owner, m, loss, group, verify)
     schedule._check_modules()
     return schedule
 
@@ -78,7 +78,9 @@ def may_weigh(loss: Loss) -> bool:
     return loss.weigh is None and not loss.exact and loss.reduction == "mean"
 
 
-def _arguments(stages: list[Any], needed: str, m: int, loss: Loss | None) -> tuple[Any, ...]:
+def _schedule_arguments(
+    stages: list[Any], needed: str, m: int, loss: Loss | None
+) -> tuple[Any, ...]:
     """The arguments of PyTorch's schedules.
 
     The last stage returns the loss itself, because outputs and targets may be trees.
@@ -88,7 +90,7 @@ def _arguments(stages: list[Any], needed: str, m: int, loss: Loss | None) -> tup
 
 
 @cache
-def _mixed(mixin: type, kind: type) -> Any:
+def _with_mixin(mixin: type, kind: type) -> Any:
     return type(kind.__name__, (mixin, kind), {"__module__": __name__})
 
 
@@ -100,10 +102,10 @@ class _Checked:
         weighs: whether losses may come with weights.
     """
 
-    _of: tuple[Any, str, int, Loss | None]  # owner, name, m, loss
+    _arguments: tuple[Any, str, int, Loss | None]  # owner, name, m, loss
     _needed: str
-    _begun: partial[_MiniBatch]
-    _running: tuple[Any, Any] = None, None  # the stages of the inner schedule, and that schedule
+    _new_mini_batch: partial[_MiniBatch]
+    _inner: tuple[Any, Any] = None, None  # the stages of the inner schedule, and that schedule
     metrics: dict[str, Any] | None = None
     weighs = _sharded = _replicated = False
 
@@ -154,28 +156,28 @@ class _Checked:
         self, what: str, losses: list[Any] | None, given: tuple[Any, Any, Any], keep: bool,
         global_loss: bool,
     ) -> Any:  # fmt: skip
-        (owner, name, m, loss), index = self._of, torch.arange(self._of[2])  # what PyTorch cuts
+        (owner, name, m, loss), index = self._arguments, torch.arange(self._arguments[2])
         backward = what == "step" and loss is not None
         under = "".join(f" under autocast of {kind} to {dtype}" for kind, dtype in owner.autocast())
         words = f"{what}() of {name!r} with {m} micro-batches{under}"
         words += " and a global loss" if global_loss else ""
-        with owner._together(what).call(words):
+        with owner._require_peers(what).call(words):
             self._check_modules()
             if backward and not torch.is_grad_enabled():
                 raise RuntimeError("step() needs gradients, but grad mode is off: use eval()")
             if global_loss and (losses is None or loss is None):
                 raise ValueError("global_loss=True is for losses=[], a list, and a loss_fn")
-            batch = self._begun(given, backward, keep)
+            batch = self._new_mini_batch(given, backward, keep)
             owner.peers.sent = True
             owner.connect()
             seed, cached = draw_seed(), torch.is_autocast_cache_enabled()
             drawn = states_of([torch.default_generator])
-            factor = partial(self._factor, batch) if self.weighs else None
+            factor = partial(self._common_factor, batch) if self.weighs else None
             try:
                 run = getattr(self._schedule(), what)
                 if self._sharded:  # a cached cast of a resharded weight belongs to no graph
                     torch.set_autocast_cache_enabled(False)
-                with owner.gradients(factor) if backward else torch.no_grad():
+                with owner.combining_gradients(factor) if backward else torch.no_grad():
                     batch.begin(seed)
                     # _MiniBatch keeps the outputs, because they may be trees.
                     first = [] if owner.first is None else [index]
@@ -202,18 +204,18 @@ class _Checked:
 
     def _schedule(self) -> Any:
         """PyTorch's schedule over the stages as they are connected now, cached."""
-        owner, name, m, loss = self._of
+        owner, name, m, loss = self._arguments
         boundaries = [(part.inward, part.outward) for part in owner.parts.values()]
         stages = [*chain(*boundaries), *[each.submod for each in owner.stages]]
-        if self._running[0] != stages:
+        if self._inner[0] != stages:
             kind, made = getattr(pipelining, SCHEDULES[name][0]), owner.pytorch_stages()
-            arguments = _arguments(made, self._needed, m, loss)
-            self._running = stages, _mixed(Warmup, kind)(*arguments, scale_grads=False)
-        return self._running[1]
+            arguments = _schedule_arguments(made, self._needed, m, loss)
+            self._inner = stages, _with_mixin(Warmup, kind)(*arguments, scale_grads=False)
+        return self._inner[1]
 
     def _check_modules(self) -> None:
         """Refuses, or adjusts, modules with which PyTorch's schedules give wrong gradients."""
-        owner, name, *_ = self._of
+        owner, name, *_ = self._arguments
         if isinstance(owner, FSDPModule):
             raise ValueError(
                 "fully_shard(mine) shards what stage() has returned, whose forward is not called: "
@@ -250,9 +252,9 @@ class _Checked:
                         "take 'interleaved_1f1b', or a balance that puts them on different stages"
                     )
 
-    def _factor(self, batch: _MiniBatch) -> Tensor:
+    def _common_factor(self, batch: _MiniBatch) -> Tensor:
         """The factor of the gradients if losses came with weights, from the last stage's rank."""
-        owner = self._of[0]
+        owner = self._arguments[0]
         factor = batch.factor() if owner.last is not None else 1.0
         if batch.weighed and self._replicated and batch.group is None:
             raise ValueError(
@@ -274,7 +276,7 @@ class _MiniBatch(Source):
 
     _objective: Objective | None = None
     _check: LossCheck | None = None
-    _by: Any = None
+    _cached_factor: Any = None
 
     def __init__(
         self, owner: Any, m: int, loss: Loss | None, group: dist.ProcessGroup | None,
@@ -336,9 +338,9 @@ class _MiniBatch(Source):
         if owner.first is not None:
             owner.first.inputs = self._parts
         if owner.last is not None:
-            owner.last.head = self._root
+            owner.last.head = self._loss_of
 
-    def _root(self, i: int, output: Any) -> Tensor:
+    def _loss_of(self, i: int, output: Any) -> Tensor:
         """The loss of a micro-batch, which PyTorch takes for the output of the last stage."""
         if self._keep:
             self.outputs.append(map_tensors(lambda tensors: [t.detach() for t in tensors], output))
@@ -366,12 +368,12 @@ class _MiniBatch(Source):
 
     def factor(self) -> Any:
         """1 / the total weight, if losses came with weights; otherwise 1. Cached."""
-        if self._by is None:
-            self._by = 1.0
+        if self._cached_factor is None:
+            self._cached_factor = 1.0
             if self._objective is not None and self._objective.returns_weights:
                 whole = self._mean(self._objective.total())
-                self._by = torch.where(whole == 0, 0.0, 1 / whole)
-        return self._by
+                self._cached_factor = torch.where(whole == 0, 0.0, 1 / whole)
+        return self._cached_factor
 
     def _mean(self, weight: Any) -> Tensor:
         """The mean of a weight over the ranks of ``group``."""

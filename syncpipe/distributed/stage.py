@@ -7,7 +7,7 @@ PyTorch's stages send tensors, and receive a gradient for each tensor that can h
 return trees that contain None, masks and indices, and skips pass by. Both sides know the tree
 ``(value, skips)`` beforehand, as a ``Boundary``, and only the values of its tensors are sent::
 
-    layers -> (value, skips) -> Boundary.closed -> tensors -> ... -> Boundary.opened -> layers
+    layers -> (value, skips) -> Boundary.to_wire -> tensors -> ... -> Boundary.from_wire -> layers
 """
 
 from __future__ import annotations
@@ -83,35 +83,35 @@ class Boundary:
                 )
 
         def empty(tensors: list[Tensor]) -> list[Tensor]:
-            return [torch.zeros_like(_plain(tensor, where), device="meta") for tensor in tensors]
+            return [torch.zeros_like(_dense(tensor, where), device="meta") for tensor in tensors]
 
-        self.tree, self._where, self._kind = map_tensors(empty, tree), where, _kind(tree)
+        self.tree, self._where, self._expected = map_tensors(empty, tree), where, _signature(tree)
         #: The dtypes that are sent. ``fully_shard`` may change those of the layers.
-        self.dtypes = [_real(tensor).dtype for tensor in tensors_in(self.tree)]
+        self.dtypes = [_as_real(tensor).dtype for tensor in tensors_in(self.tree)]
 
     def __reduce__(self) -> Any:
         return Boundary, (self.tree, self._where), {"dtypes": self.dtypes}
 
-    def wire(self, device: Any = "meta") -> tuple[Tensor, ...]:
+    def example(self, device: Any = "meta") -> tuple[Tensor, ...]:
         pairs = zip(tensors_in(self.tree), self.dtypes, strict=True)
-        sent = [torch.zeros_like(_real(t), dtype=dtype, device=device) for t, dtype in pairs]
+        sent = [torch.zeros_like(_as_real(t), dtype=dtype, device=device) for t, dtype in pairs]
         return tuple([tensor.requires_grad_(tensor.is_floating_point()) for tensor in sent])
 
-    def closed(self, tree: Any) -> tuple[Tensor, ...]:
+    def to_wire(self, tree: Any) -> tuple[Tensor, ...]:
         """The tensors to send of a tree."""
-        kind = _kind(tree)
-        if kind != self._kind:
+        kind = _signature(tree)
+        if kind != self._expected:
             raise ValueError(
-                f"{self._where} returns {kind[0]}, and with the sample it was {self._kind[0]}: "
+                f"{self._where} returns {kind[0]}, and with the sample it was {self._expected[0]}: "
                 "between processes everything but the values of tensors stays the same from "
                 "micro-batch to micro-batch. After a change of the layers (fully_shard, dtypes) "
                 "make the schedule anew: mine.schedule(...)"
             )
-        sent = [_real(_plain(tensor, self._where)) for tensor in tensors_in(tree)]
+        sent = [_as_real(_dense(tensor, self._where)) for tensor in tensors_in(tree)]
         # Copies, because the next micro-batch may change a buffer and PyTorch detaches in place.
         return tuple([tensor.clone(memory_format=torch.contiguous_format) for tensor in sent])
 
-    def opened(self, wire: Sequence[Tensor]) -> Any:
+    def from_wire(self, wire: Sequence[Tensor]) -> Any:
         # Views, because layers may change their input in place, which autograd forbids for leaves.
         found = [tensor.unsafe_chunk(1)[0] if tensor.dim() else tensor.clone() for tensor in wire]
 
@@ -122,14 +122,14 @@ class Boundary:
         return map_tensors(known, self.tree)
 
 
-def _kind(tree: Any) -> tuple[str, Any]:
+def _signature(tree: Any) -> tuple[str, Any]:
     """The structure and leaves of a tree, without the values of its tensors."""
     leaves, structure = flatten(tree)
     shown = [described(leaf) if isinstance(leaf, Tensor) else repr(leaf) for leaf in leaves]
     return ", ".join(shown), structure
 
 
-def _plain(tensor: Tensor, where: str) -> Tensor:
+def _dense(tensor: Tensor, where: str) -> Tensor:
     """A tensor that can be sent. The copy of an asynchronous tensor waits for its values."""
     found = tensor if type(tensor) in (Tensor, nn.Parameter) else tensor.clone()
     if type(found) not in (Tensor, nn.Parameter) or found.layout is not torch.strided:
@@ -141,7 +141,7 @@ def _plain(tensor: Tensor, where: str) -> Tensor:
     return found
 
 
-def _real(tensor: Tensor) -> Tensor:
+def _as_real(tensor: Tensor) -> Tensor:
     return torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
 
 
@@ -191,15 +191,15 @@ class StageModule(Partition):
 
     def forward(self, *given: Any) -> Any:
         """From tensors received, or the model's input, to tensors to send, or its output."""
-        tree = (given[0], ()) if self.inward is None else self.inward.opened(given)
-        value, skips = self._through(*tree)
+        tree = (given[0], ()) if self.inward is None else self.inward.from_wire(given)
+        value, skips = self._run_layers(*tree)
         if self._last:
             return value
         if self.outward is None:
             self.outward = Boundary((value, skips), self._where)
-        return self.outward.closed((value, skips))
+        return self.outward.to_wire((value, skips))
 
-    def _through(self, value: Any, skips: tuple[Any, ...]) -> tuple[Any, tuple[Any, ...]]:
+    def _run_layers(self, value: Any, skips: tuple[Any, ...]) -> tuple[Any, tuple[Any, ...]]:
         """Runs the layers. Skips that pass by stay in the store."""
         store, run = dict(zip(self._arriving, skips, strict=True)), self.run
         try:
@@ -260,7 +260,7 @@ class Stages(ModelNames):
         if initialization.seed is None and (has_specs(module) or waiting(module)):
             # Each rank draws one number, so that the generators of all ranks stay alike.
             initialization = Initialization(initialization.init_fn, draw_seed())
-        self.balance, self.placement = _sizes(balance, module, n, placement), placement
+        self.balance, self.placement = _checked_balance(balance, module, n, placement), placement
         stages = range(len(self.balance))
         self._rank_of = [min(j, 2 * n - 1 - j) if placement == "v" else j % n for j in stages]
         if device is None:
@@ -341,7 +341,7 @@ class Stages(ModelNames):
             part.inward, part.outward = inward, None
             part.begin(1, 0, self.device)
             try:
-                wire = () if inward is None else inward.wire(self.device)
+                wire = () if inward is None else inward.example(self.device)
                 sent = part.around(0, module, wire)
             finally:
                 for each in filter(lambda m: isinstance(m, FSDPModule), module.modules()):
@@ -360,8 +360,8 @@ class Stages(ModelNames):
         modules = {each.stage_index: each.submod for each in self.stages}
         made = []
         for j, part in self.parts.items():  # given all shapes, PyTorch runs nothing to infer them
-            given = (index,) if part.inward is None else part.inward.wire()
-            sent = (loss,) if part.outward is None else part.outward.wire()
+            given = (index,) if part.inward is None else part.inward.example()
+            sent = (loss,) if part.outward is None else part.outward.example()
             shapes: Any = {"input_args": given, "output_args": sent, "group": self._group}
             place = j, len(self.balance), self.device
             made.append(PyTorchStage(part.around, modules.get(j, part), *place, **shapes))
@@ -395,7 +395,7 @@ class Stages(ModelNames):
         kept = {key: value for key, value in self.__dict__.items() if key not in gone}
         return {**kept, "first": None, "last": None, "sample": None, "stages": []}
 
-    def _together(self, what: str) -> Peers:
+    def _require_peers(self, what: str) -> Peers:
         if "peers" not in self.__dict__:
             raise RuntimeError(
                 f"{what}() of a copy of stages, which has their layers and state only: call it on "
@@ -453,7 +453,7 @@ class Stages(ModelNames):
             alike = {"schedules": name, "chunks": chunks, "loss_fn (or None)": loss is not None}
             return alike, loss is not None and may_weigh(loss)
 
-        rows = self._together("schedule").agree(make)
+        rows = self._require_peers("schedule").agree(make)
         made[0].weighs = rows[self._rank_of[-1]]
         self._boundaries.clear()  # layers may have been sharded
         self.connect()
@@ -489,7 +489,7 @@ class Stages(ModelNames):
         """
         if norm_type <= 0:
             raise ValueError(f"norm_type={norm_type}: give a positive one, or math.inf")
-        with self._together("clip_grad_norm_").call("clip_grad_norm_"):
+        with self._require_peers("clip_grad_norm_").call("clip_grad_norm_"):
             total = self._grad_norm(norm_type)
         if error_if_nonfinite and not torch.isfinite(total):
             raise RuntimeError(f"the norm of order {norm_type} of all gradients is {total.item()}")
@@ -518,7 +518,7 @@ class Stages(ModelNames):
         self.peers.wait(dist.broadcast(tensor, rank, self._group, async_op=True), tensor)
 
     @contextmanager
-    def gradients(self, factor: Callable[[], Tensor] | None) -> Iterator[None]:
+    def combining_gradients(self, factor: Callable[[], Tensor] | None) -> Iterator[None]:
         """Adds up the gradients of tied weights over all stages and ranks at the end of a step.
 
         Gradients of earlier steps were added up before, and are kept apart. Then the gradients of
@@ -616,7 +616,7 @@ def stage(
     return Stages(of, timeout, *given, init_fn=init_fn, seed=seed)
 
 
-def _sizes(balance: Any, module: nn.Sequential, n: int, placement: str) -> list[int]:
+def _checked_balance(balance: Any, module: nn.Sequential, n: int, placement: str) -> list[int]:
     v = placement == "v"
     if isinstance(balance, str):
         balance = balance_named(balance, module, 2 * n if v else n)

@@ -57,7 +57,7 @@ def fails(how: str) -> list[str] | None:
 
 
 def _wait_for(here: peers.Peers) -> None:
-    while not here.why() and not any(row.gone for row in here._rows().values()):
+    while not here.why() and not any(row.gone for row in here._states().values()):
         pass
     raise RuntimeError("this pipeline has ended: ")
 
