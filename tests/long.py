@@ -1,4 +1,4 @@
-"""What takes long and needs no run at every commit; its table goes to ``docs/contributing.md``.
+"""What takes long and needs no run at every commit; its table goes to ``tests/README.md``.
 
     python -m tests.long             # all of it, under an hour on two idle cores
     python -m tests.long fuzz leaks  # parts of it
