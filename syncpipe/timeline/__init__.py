@@ -1,4 +1,4 @@
-"""What ran when: as data, as a table, as a picture, and as a trace for Perfetto."""
+"""Timelines: what ran when, as data, as a table, as a picture, and as a trace for Perfetto."""
 
 from syncpipe.timeline.timeline import Span, Timeline, compare
 

@@ -1,11 +1,11 @@
-"""Draws timelines with matplotlib. Nothing of pyplot takes part, which keeps global state.
+"""Draw timelines with matplotlib, without pyplot, which keeps global state.
 
 A row, from top to bottom:
 
-                ---- ----                             gradients that it sends
+                ---- ----                             transfers of its gradients
     |_0_||_1_||_2_|______________|__2__||__1__|__|    boxes on a grey lane: grey is idle time
-       ---- ----                                      activations that it sends
-    ___-----=====-------------------------____        how many micro-batches its memory holds
+       ---- ----                                      transfers of its activations
+    ___-----=====-------------------------____        number of micro-batches in flight
 """
 
 from __future__ import annotations
@@ -30,26 +30,26 @@ from syncpipe.schedules.schedule import KINDS
 
 __all__ = ["Panel", "draw", "paint"]
 
-#: By micro-batch, again and again. Chosen so that neighbours differ for the colour-blind, too (the
-#: least CIELAB distance is 37 with Machado's models), and also in light shades.
+#: Cyclic, by micro-batch. Neighbours differ for colour-blind readers too, also in light shades
+#: (smallest CIELAB distance: 37, with Machado's models).
 PALETTE = (
     "#2F6DB5", "#A89A1C", "#5AAFE0", "#C8483C", "#7B62B8", "#1A9A87", "#E9822B", "#8A5A36",
 )  # fmt: skip
 
-#: Where parts of a row begin and end, in heights of a row.
+#: Top and bottom of the parts of a row, in row heights.
 ROW_PARTS = {"gradient": (0.0, 0.1), "box": (0.12, 0.56), "activation": (0.58, 0.68)}
 MEMORY = (0.72, 0.97)
 
-#: By what a span looks like: in words, and how far that is from the colour of its micro-batch.
+#: By appearance: the label, and how far to mix the micro-batch's colour with white.
 APPEARANCES = {kind: (info.label, info.shade) for kind, info in KINDS.items()} | {
     "activation": ("activations sent, below their sender", 0.35),
     "gradient": ("gradients sent, above their sender", 0.0),
 }
 INK, FAINT, IDLE, IN_FLIGHT, HATCH = "#222222", "#666666", "#E6E7EA", "#8E94A3", "////"
 
-#: Inches: of a row, of what stands above rows, and of boxes and of a whole that are easy to read.
+#: Inches: height of a row and of the space above rows, width of a readable box, and of the axes.
 ROW, HEADING, BOX_WIDTH, NARROWEST, WIDEST = 0.7, 0.72, 0.27, 6.5, 20.0
-#: Points: of titles, names and notes, and of what stands in boxes. A character is 0.65 as wide.
+#: Points: titles, names, notes, text in boxes.
 TITLE, NAME, SMALL, SMALLEST = 11.0, 9.0, 8.0, 7.0
 _LEGEND: dict[str, Any] = {
     "handler_map": {tuple: HandlerTuple(ndivide=None, pad=0.0)}, "fontsize": SMALL,
@@ -58,7 +58,7 @@ _LEGEND: dict[str, Any] = {
 
 
 class Panel:
-    """A timeline as it is to be drawn, with times on the axis; facts stand below its title."""
+    """A timeline prepared for drawing, in the unit of the axis; ``facts`` is a subtitle."""
 
     def __init__(self, title: str, facts: str, timeline: Any) -> None:
         self.title, self.facts = title, facts
@@ -66,19 +66,19 @@ class Panel:
         self.spans: Sequence[Span] = timeline.spans
         self.windows: Sequence[tuple[float, float]] = timeline.windows
         self.idle: Sequence[float] = timeline.idle
-        #: For each row all spans but transfers.
+        #: For each row its spans without transfers.
         self.actions: list[list[Span]] = [[] for _ in self.rows]
         for span in self.spans:
             if span.kind != "transfer":
                 self.actions[span.row].append(span)
 
     def stages(self, row: int) -> str:
-        """The stages of a row, in words."""
+        """The stages of a row as text."""
         word = ", ".join(map(str, sorted({span.j for span in self.actions[row]})))
         return f"stage{'s' * (',' in word)} {word}" if word else ""
 
     def in_flight(self, row: int) -> list[tuple[float, int]]:
-        """From which time on how many micro-batches are in flight; empty if none goes back."""
+        """The number of micro-batches in flight as (time, number); empty without backwards."""
         found = [(KINDS[s.kind].in_flight_change, s) for s in self.actions[row]]  # type: ignore[index]
         changes = sorted((s.start if k > 0 else s.end, k) for k, s in found if k)
         times, alive = [time for time, _ in changes], [k for _, k in changes]
@@ -86,7 +86,7 @@ class Panel:
 
 
 def draw(panels: Sequence[Panel], axis: str) -> Figure:
-    """Panels one above the other on one time axis, which has this name."""
+    """A figure of panels, one above the other on a time axis with the label ``axis``."""
     spans = [s for panel in panels for s in panel.spans if s.kind != "transfer" and s.duration > 0]
     widths = sorted(span.duration for span in spans)
     first, last = _limits(panels)
@@ -108,7 +108,7 @@ def draw(panels: Sequence[Panel], axis: str) -> Figure:
 
 
 def paint(axes: Axes, panel: Panel, axis: str) -> None:
-    """Paints a panel onto axes of the caller's, with a legend of its own."""
+    """Draw a panel onto existing axes, with its own legend."""
     inches = axes.get_position().width * axes.figure.get_figwidth()  # type: ignore[union-attr]
     _paint(axes, panel, [panel], inches)
     axes.set_xlabel(axis)
@@ -118,7 +118,7 @@ def paint(axes: Axes, panel: Panel, axis: str) -> None:
 
 
 def _paint(axes: Axes, panel: Panel, panels: Sequence[Panel], inches: float) -> None:
-    """One of several panels with the same limits and heights of memory."""
+    """Draw one panel with the limits, and the memory scale, of all ``panels``."""
     rows, limits = panel.rows, _limits(panels)
     inch = (limits[1] - limits[0]) / inches
     axes.set(xlim=limits, ylim=(max(1, len(rows)), 0.0), facecolor="none")
@@ -143,11 +143,11 @@ def _paint(axes: Axes, panel: Panel, panels: Sequence[Panel], inches: float) -> 
     _paint_rows(axes, panel, panels)
     boxes: dict[tuple[str, int, float, float], list[tuple[float, float]]] = defaultdict(list)
     for span, top, bottom in drawn_boxes(panel.spans):
-        hair = min(0.005 * inch, 0.1 * span.duration)  # to its neighbours
+        hair = min(0.005 * inch, 0.1 * span.duration)  # gap to the neighbours
         place = appearance(span), span.i % len(PALETTE), top, bottom - top
         boxes[place].append((span.start + hair, span.duration - 2 * hair))
     for (what, i, *y), x in boxes.items():
-        # Edges, which have no width, are for hatches.
+        # Edges without width, for the colour of hatches.
         colours: dict[str, Any]
         colours = {"facecolor": _colour(what, i), "edgecolor": _colour("backward", i)}
         hatch = HATCH if what == "recompute" else None
@@ -157,7 +157,7 @@ def _paint(axes: Axes, panel: Panel, panels: Sequence[Panel], inches: float) -> 
         colour = _colour(appearance(span), span.i)
         red, green, blue = (c**2.2 for c in to_rgb(colour))
         dark = 0.21 * red + 0.72 * green + 0.07 * blue < 0.29  # its luminance
-        # Over hatches a number needs quiet ground.
+        # A number is hard to read on hatches.
         effects = [withStroke(linewidth=2.5, foreground=colour)] * (span.kind == "recompute")
         axes.text(
             *middle, text, fontsize=SMALLEST, linespacing=0.95, ha="center", path_effects=effects,
@@ -172,7 +172,7 @@ def _limits(panels: Sequence[Panel]) -> tuple[float, float]:
 
 
 def _paint_rows(axes: Axes, panel: Panel, panels: Sequence[Panel]) -> None:
-    """Grey lanes, what memory holds, and a note of both at the right."""
+    """Draw idle lanes, micro-batches in flight, and a note of both at the right."""
     top, bottom = ROW_PARTS["box"]
     every = [each.in_flight(row) for each in panels for row in range(len(each.rows))]
     most = max([1, *(count for changes in every for _, count in changes)])
@@ -193,7 +193,7 @@ def _paint_rows(axes: Axes, panel: Panel, panels: Sequence[Panel]) -> None:
 
 
 def drawn_boxes(spans: Sequence[Span]) -> Iterator[tuple[Span, float, float]]:
-    """All spans that are drawn, with their top and bottom; one row is one high."""
+    """All visible spans with their top and bottom, in row heights."""
     ways: dict[tuple[int, str], list[Span]] = defaultdict(list)
     for span in spans:
         if span.kind != "transfer":
@@ -208,7 +208,7 @@ def drawn_boxes(spans: Sequence[Span]) -> Iterator[tuple[Span, float, float]]:
 
 
 def _labels(panel: Panel, inch: float) -> Iterator[tuple[Span, str]]:
-    """What stands in boxes that have room: the micro-batch, and which of several stages."""
+    """The text of boxes with room for it: the micro-batch, and the stage if a row has several."""
     for own in panel.actions:
         several = len({span.j for span in own}) > 1
         for span in own:
@@ -218,7 +218,7 @@ def _labels(panel: Panel, inch: float) -> Iterator[tuple[Span, str]]:
 
 
 def _legend(panels: Sequence[Panel]) -> list[tuple[Any, str]]:
-    """What the picture consists of; shades are shown in the first colour."""
+    """Handles and labels of what the panels contain; shades are shown for the first colour."""
     seen = {appearance(span) for panel in panels for span, _, _ in drawn_boxes(panel.spans)}
     rows = [(panel, row) for panel in panels for row in range(len(panel.rows))]
     entries: list[tuple[Any, str]] = []
@@ -240,18 +240,18 @@ def _legend(panels: Sequence[Panel]) -> list[tuple[Any, str]]:
 
 
 def appearance(span: Span) -> str:
-    """What a span looks like: its kind, or what it transfers."""
+    """The key in ``APPEARANCES``: the kind of a span, or what it transfers."""
     sent = "gradient" if span.backward else "activation"
     return sent if span.kind == "transfer" else span.kind
 
 
 def _text_width(text: str, size: float) -> float:
-    """About how many inches a text takes."""
+    """Approximate width of a text, in inches."""
     return 0.65 * size / 72 * len(text)
 
 
 def _colour(what: str, i: int) -> str:
-    """That of a micro-batch, so far on the way to white, or, below 0, to black."""
+    """The colour of micro-batch ``i``, mixed with white, or with black for a negative shade."""
     shade = APPEARANCES[what][1]
     rgb = to_rgb(PALETTE[i % len(PALETTE)])
     red, green, blue = (c + ((shade > 0) - c) * abs(shade) for c in rgb)

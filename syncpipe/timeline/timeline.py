@@ -1,9 +1,9 @@
-"""A timeline is what was planned (:meth:`Timeline.of` a simulation) or what was measured.
+"""Timelines: measured ones, or simulated ones (:meth:`Timeline.of`).
 
-Either way it is a list of spans, each on a row, which is a worker or a device:
+A timeline is a list of spans, each on a row, which is a worker or a device:
 
     row 0   F0F1F2      B2--B1--B0--    The bubble is the time between the first start and the
-    row 1     F0F1F2B2--B1--B0--        last end in which rows do nothing: here a quarter.
+    row 1     F0F1F2B2--B1--B0--        last end in which rows are idle: here a quarter.
 """
 
 from __future__ import annotations
@@ -30,21 +30,21 @@ if TYPE_CHECKING:
 
 __all__ = ["Span", "Timeline", "compare"]
 
-#: What a span can be.
+#: The kinds of spans.
 _KINDS = (*KINDS, "transfer")
 
 
 class Timeline:
-    """What ran when.
+    """Spans on rows: which worker or device did what, and when.
 
     Args:
         spans: in any order.
-        rows: what the workers or devices are called.
-        unit: of time: ``"s"``, ``"ms"`` or ``"us"``, of which the handiest is shown, or any other.
+        rows: names of the workers or devices.
+        unit: of time: ``"s"``, ``"ms"`` or ``"us"``, converted where shown; or any other.
         title: stands above pictures.
 
     Raises:
-        ValueError: on a span of an unknown kind, on no row, or that ends before it starts.
+        ValueError: a span has an unknown kind or row, or ends before it starts.
     """
 
     def __init__(
@@ -65,7 +65,7 @@ class Timeline:
         cls, simulation: Simulation, title: str = "", *,
         rows: Sequence[str] = (), unit: str = "units",
     ) -> Timeline:  # fmt: skip
-        """What a simulation says, under the name of its schedule, with devices by their numbers."""
+        """The timeline of a simulation, by default with the name of its schedule as title."""
         schedule = simulation.schedule
         names = rows or [f"device {d}" for d in range(len(schedule.actions))]
         spans = [*simulation.spans, *simulation.transfers]
@@ -73,12 +73,12 @@ class Timeline:
 
     @property
     def spans(self) -> tuple[Span, ...]:
-        """Everything, in the order in which it started."""
+        """All spans in the order of their starts."""
         return self._spans
 
     @property
     def windows(self) -> tuple[tuple[float, float], ...]:
-        """When steps ran, from the first start to the last end; steps that overlap are one."""
+        """Start and end of each step; overlapping steps are merged."""
         steps: dict[int, list[float]] = defaultdict(list)
         for span in self.spans:
             steps[span.step] += span.start, span.end
@@ -92,7 +92,7 @@ class Timeline:
 
     @property
     def busy(self) -> tuple[float, ...]:
-        """For each row the time that it spent on actions; a transfer is none."""
+        """For each row the time spent on actions; transfers do not count."""
         actions = [span for span in self.spans if span.kind != "transfer"]
         rows = range(len(self.rows))
         times = [[(span.start, span.end) for span in actions if span.row == row] for row in rows]
@@ -100,38 +100,38 @@ class Timeline:
 
     @property
     def host(self) -> tuple[float | None, ...]:
-        """For each row the time for which its thread was running in actions, where it is known."""
+        """For each row the CPU time of its thread in actions, None where unknown."""
         spans, rows = self.spans, range(len(self.rows))
         return tuple(_host_time([span for span in spans if span.row == row]) for row in rows)
 
     @property
     def idle(self) -> tuple[float, ...]:
-        """For each row the fraction of the steps' time in which it did nothing."""
+        """For each row the idle fraction of the steps' time."""
         time = _total_length(self.windows)
         return tuple([_idle_fraction(busy, time) for busy in self.busy])
 
     @property
     def bubble(self) -> float:
-        """The fraction, from 0 to 1, of the rows' time that they idled; only steps count."""
+        """The idle fraction, from 0 to 1, of all rows' time within steps."""
         return _idle_fraction(math.fsum(self.busy), len(self.rows) * _total_length(self.windows))
 
     @property
     def costs(self) -> Costs:
-        """What each stage cost, as a simulation takes it: in the unit of the timeline.
+        """Durations for a simulation: for each stage the median over micro-batches and steps.
 
-        It is the median over micro-batches and steps. A whole backward is all input half: to know
-        its halves, trace a schedule that has them, such as ``"zb_h1"``. A way that goes both ways
-        takes as long as the slower one.
+        In the unit of the timeline. A whole backward counts as its input half; for separate halves
+        trace a schedule that has them, for example ``"zb_h1"``. Of the two directions between
+        stages the slower one counts.
 
         Raises:
-            ValueError: on a stage without forward or backward.
+            ValueError: no forward or no backward of a stage was recorded.
         """
         times: dict[tuple[str, int], list[float]] = defaultdict(list)
         sent: dict[tuple[int, int, int, int], float] = defaultdict(float)
         for span in self.spans:
             if span.target is None:
                 times[span.kind, span.j].append(span.duration)
-            else:  # a stage may send several things to another
+            else:  # a stage may send several tensors to another
                 sent[span.j, span.target, span.step, span.i] += span.duration
         took = {key: median(samples) for key, samples in times.items()}
         stages = range(1 + max((j for _, j in took), default=-1))
@@ -164,7 +164,7 @@ class Timeline:
         return tuple(sum(j == stage for _, j in cells) for stage in stages)
 
     def table(self) -> str:
-        """A line for each row and one for all: busy, idle and host time, what each kind took."""
+        """A line for each row and one for all: busy, idle and host time, durations by kind."""
         spans, n = self.spans, len(self.rows)
         factor, unit = handy(self.unit, median([span.duration for span in spans] or [0.0]))
         kinds = [kind for kind in _KINDS if any(span.kind == kind for span in spans)]
@@ -186,14 +186,14 @@ class Timeline:
 
     @property
     def summary(self) -> str:
-        """Makespan and bubble, in words."""
+        """Makespan and bubble as text."""
         return f"makespan {duration(self.makespan, self.unit)}, bubble {self.bubble:.1%}"
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write a file: ``.svg`` and ``.png`` are pictures, ``.json`` is for https://ui.perfetto.dev.
+        """Write a picture (``.svg``, ``.png``), or ``.json`` for https://ui.perfetto.dev.
 
-        There a row is a thread, with others for its transfers, and any other unit is shown as "s".
-        Pictures need matplotlib, ``syncpipe[plot]``.
+        In Perfetto each row is a thread, with further threads for its transfers; units other than
+        s, ms and us are shown as seconds. Pictures need matplotlib, ``syncpipe[plot]``.
         """
         suffix = Path(path).suffix.lower()
         if suffix not in (".json", ".svg", ".png"):
@@ -204,10 +204,9 @@ class Timeline:
             self.figure().savefig(path, format=suffix[1:])
 
     def plot(self, ax: Axes | None = None) -> Axes:
-        """Draw a picture: what ran when, how long rows idled, and what their memory held.
+        """Draw a picture: what ran when, how long rows were idle, and micro-batches in flight.
 
-        Without axes it is on a figure of its own, which knows nothing of pyplot, so any thread can
-        make one, and no window opens.
+        Without ``ax`` on a new figure, without pyplot: no window opens, and any thread may call it.
         """
         if ax is None:
             return self.figure().axes[0]
@@ -220,7 +219,7 @@ class Timeline:
         return compare({self.title: self})
 
     def _repr_svg_(self) -> str | None:
-        """What a notebook shows, if it can."""
+        """The picture in notebooks, if matplotlib is installed."""
         file = StringIO()
         with suppress(ImportError):
             self.figure().savefig(file, format="svg")
@@ -232,14 +231,14 @@ class Timeline:
 
 
 def compare(timelines: Mapping[str, Timeline], *, scale: bool = False) -> Figure:
-    """Draw several timelines one above the other, each from its first start, on one axis::
+    """Draw several timelines one above the other on one axis, each from its first start::
 
         compare({"simulated": simulated, "measured": trace}).savefig("both.svg")
 
     Args:
-        timelines: by what stands above each.
-        scale: draw all equally long, in percent of each one's own makespan. Without it all have the
-            same unit.
+        timelines: by title.
+        scale: stretch all to the same length, in percent of their own makespan. Otherwise all need
+            the same unit.
     """
     units = list(dict.fromkeys(timeline.unit for timeline in timelines.values()))
     if not units:
@@ -254,9 +253,9 @@ def compare(timelines: Mapping[str, Timeline], *, scale: bool = False) -> Figure
 
 
 def _panels(timelines: Mapping[str, Timeline], scale: bool = False) -> tuple[Any, list[Any], str]:
-    """What draws, timelines as it does, and what the axis is of."""
+    """The module that draws, panels of the timelines, and the label of the axis."""
     try:
-        import matplotlib.figure  # noqa: F401  # asked for here, needed there
+        import matplotlib.figure  # noqa: F401  # checked here, needed there
 
         from syncpipe.timeline import picture
     except ImportError as error:
@@ -267,7 +266,7 @@ def _panels(timelines: Mapping[str, Timeline], scale: bool = False) -> tuple[Any
     factor, unit = handy(longest.unit, longest.makespan)
     panels = []
     for title, timeline in timelines.items():
-        # One alone is drawn as it is, several from the first start of each.
+        # A single timeline keeps its times, several start at 0.
         start = min((s.start for s in timeline.spans), default=0.0) if len(timelines) > 1 else 0.0
         share = 100 / (timeline.makespan or 1.0) if scale else factor
         moved = [
@@ -280,7 +279,7 @@ def _panels(timelines: Mapping[str, Timeline], scale: bool = False) -> tuple[Any
 
 
 def _union(intervals: Iterable[tuple[float, float]]) -> tuple[tuple[float, float], ...]:
-    """The same time without overlaps, in order."""
+    """The union of intervals, in order."""
     result: list[tuple[float, float]] = []
     for start, end in sorted(intervals):
         if result and start <= result[-1][1]:
@@ -295,12 +294,12 @@ def _total_length(intervals: Iterable[tuple[float, float]]) -> float:
 
 
 def _idle_fraction(busy: float, time: float) -> float:
-    """The fraction of some time in which nothing was done; 0 where there was no time."""
+    """The fraction of ``time`` that is not busy; 0 without time."""
     return max(0.0, 1 - busy / time) if time else 0.0
 
 
 def _host_time(spans: Sequence[Span]) -> float | None:
-    """For how long threads were running in these spans; None where it is unknown."""
+    """CPU time of threads in these spans; None where unknown."""
     known = [span.host for span in spans if span.host is not None]
     return math.fsum(known) if known else None
 
@@ -316,14 +315,14 @@ def _trace_events(timeline: Timeline) -> dict[str, Any]:
     for row, label in enumerate(timeline.rows):
         own = [span for span in timeline.spans if span.row == row]
         threads.append((label, [span for span in own if span.kind != "transfer"]))
-        # Viewers nest what overlaps on a thread; transfers on several links overlap anyhow.
+        # Viewers nest spans that overlap on a thread, so each lane is a thread of its own.
         placed = lanes(span for span in own if span.kind == "transfer")
         for lane in range(1 + max((lane for lane, _ in placed), default=-1)):
             number = f" {lane + 1}" if lane else ""
             threads.append((f"{label} transfers{number}", [s for k, s in placed if k == lane]))
     name("process_name", 0, name=timeline.title or "syncpipe")
     microseconds = SECONDS.get(timeline.unit, 1.0) * 1e6
-    # From 2, as thread 1 of process 1 is for viewers the main thread.
+    # From 2, as viewers take thread 1 of process 1 for the main thread.
     for tid, (label, spans) in enumerate(threads, start=2):
         name("thread_name", tid, name=label)
         name("thread_sort_index", tid, sort_index=tid)

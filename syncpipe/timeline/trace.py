@@ -1,4 +1,4 @@
-"""What a pipe really did: a timeline that writes itself while the pipe runs."""
+"""A timeline that is recorded while a pipe runs."""
 
 from __future__ import annotations
 
@@ -14,11 +14,10 @@ __all__ = ["Trace"]
 
 
 class Trace(Timeline):
-    """A timeline of everything that a pipe does from ``__enter__`` to ``__exit__``.
+    """A timeline of all calls of a pipe inside the ``with`` block, made by ``Pipe.trace()``.
 
-    It is made by ``Pipe.trace()``, which says more. Reading the times of an accelerator waits for
-    the device, recording them does not. The pipe is told the trace when it begins, and None when it
-    ends.
+    Reading the times of an accelerator waits for the device, recording them does not. ``attach`` is
+    called with the trace when the block begins, and with None when it ends.
     """
 
     def __init__(
@@ -39,18 +38,18 @@ class Trace(Timeline):
         self._attach(None)
 
     def recorder(self) -> Recorder:
-        """What records the next call."""
+        """The recorder of the next call."""
         return Recorder(self._records, self._origins, next(self._steps))
 
     def table(self) -> str:
-        """As :meth:`Timeline.table`; where nothing ran it says so."""
+        """As :meth:`Timeline.table`; explains an empty trace."""
         if self.spans:
             return super().table()
         return "nothing ran: a trace shows the calls of its own pipe within its block"
 
     @property
     def spans(self) -> tuple[Span, ...]:
-        """Everything so far, in the order in which it started; times are in seconds."""
+        """All spans so far in the order of their starts; times are in seconds."""
         if not self._entered:
             raise RuntimeError("a trace records inside of a block, `with pipe.trace() as trace:`")
         found = [
