@@ -1,8 +1,8 @@
-"""Balances: by what layers cost, measured on a sample, or by their parameters, number or type.
+"""Balances by the cost of layers, measured on a sample, or by their parameters, number or type.
 
 The latter three are the methods of DeepSpeed's ``PipelineModule``, with exact cuts. Bisection finds
-the smallest bound that no stage has to exceed. Among the cuts within it a dynamic program over
-(stage, border) finds the most even one, in a window for each border::
+the smallest cost that no stage has to exceed. Among the cuts within this bound, a dynamic program
+over (stage, border) finds the most even one, in a window for each border::
 
     stages, each filled up to the bound      the border after stage k is somewhere
       from the left     |----|----|---|-|    between the two
@@ -41,11 +41,11 @@ __all__ = [
     "param_scale_of",
 ]
 
-#: Makes an optimizer of a list of parameters: ``torch.optim.Adam``, or a ``functools.partial``.
+#: Makes an optimizer from a list of parameters: ``torch.optim.Adam``, or a ``functools.partial``.
 MakeOptimizer = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
 
 _GRADIENT_AND_ITSELF = 2.0
-#: With more places for borders, stages are filled up to the bound and no more evened out.
+#: With more possible borders, stages are filled up to the bound, without evening out.
 _MAX_PLACES = 300_000
 
 
@@ -58,7 +58,7 @@ def balance_by_time(
     device: torch.device | str | int | None = None,
     progress: bool | None = None,
 ) -> list[int]:
-    """Return the balance whose slowest stage takes as little time as can be, forward and backward.
+    """Return the balance that minimizes the time of the slowest stage, forward and backward.
 
     Example::
 
@@ -67,12 +67,12 @@ def balance_by_time(
 
     Args:
         partitions: number of stages.
-        sample: a batch, best of the size of a micro-batch.
+        sample: a batch, ideally of the size of a micro-batch.
         module, timeout, device, progress: see :func:`syncpipe.balance.profile`.
 
     Raises:
         TypeError, ValueError: as :func:`syncpipe.balance.profile` and :func:`balance_cost`; or the
-            model is on ``meta`` and takes no time.
+            model is on ``meta``, where times are 0.
     """
     module, size = _checked_layers(partitions, module), samples_in(sample)
     found = profile(
@@ -97,18 +97,18 @@ def balance_by_size(
     optimizer: MakeOptimizer | None = None,
     progress: bool | None = None,
 ) -> list[int]:
-    """Return the balance whose largest stage takes as little memory as can be.
+    """Return the balance that minimizes the memory of the largest stage.
 
     That is parameters, buffers and what layers store for one micro-batch. A model on ``meta``, or
     with ``device="meta"``, may be too large for this machine.
 
     Args:
         partitions: number of stages.
-        input: a mini-batch of the size to train with.
-        chunks: into how many micro-batches it will be cut.
-        param_scale: bytes for each byte of a parameter that is trained. By default 2, for itself
-            and its gradient; SGD with momentum needs 3, Adam 4.
-        optimizer: measure ``param_scale``: as for :func:`param_scale_of`.
+        input: a mini-batch of the size used in training.
+        chunks: its number of micro-batches.
+        param_scale: bytes per byte of a trained parameter. Default: 2, for itself and its gradient;
+            SGD with momentum needs 3, Adam 4.
+        optimizer: measure ``param_scale``, see :func:`param_scale_of`.
         module, device, progress: see :func:`syncpipe.balance.profile`.
 
     Raises:
@@ -119,7 +119,7 @@ def balance_by_size(
     scale, _ = scales_of(param_scale, optimizer, _GRADIENT_AND_ITSELF)
     size = -(-samples_in(input) // chunks)
     found = profile(module, input, sizes=[size], device=device, time=False, progress=progress)
-    # What the layers before one keep already takes no memory again.
+    # Memory that earlier layers store is counted once.
     cost = [x.memory(scale) + x.stored_bytes[size] - x.shared_bytes[size] for x in found.layers]
     return balance_cost(cost, partitions)
 
@@ -127,8 +127,8 @@ def balance_by_size(
 def scales_of(
     param_scale: float | None, optimizer: MakeOptimizer | None, usual: float
 ) -> tuple[float, float | None]:
-    """Bytes for each byte of a parameter that is trained: as it is given, or of an optimizer, or as
-    usual; and how many more its step takes, None if unknown.
+    """Bytes per byte of a trained parameter: given, of an optimizer, or ``usual``; and the
+    additional ones of the optimizer's step, None if unknown.
     """
     if optimizer is not None:
         if param_scale is not None:
@@ -147,20 +147,20 @@ def scales_of(
 
 
 def param_scale_of(optimizer: MakeOptimizer) -> float:
-    """Return bytes of training for a byte of a parameter: itself, gradient, optimizer's state.
+    """Return bytes in training per byte of a parameter: itself, gradient, optimizer state.
 
     ``optimizer`` is a class, or ``functools.partial(torch.optim.SGD, momentum=0.9)``; it is tried
     on a small parameter. SGD: 2, with momentum 3, Adam: 4.
 
     Raises:
-        TypeError: it does not make an optimizer, or one that cannot take a step by itself.
+        TypeError: it makes no optimizer, or one whose step needs more than gradients.
     """
     return _measured_scales(optimizer)[0]
 
 
 def _measured_scales(optimizer: MakeOptimizer) -> tuple[float, float]:
-    """The same, and the bytes that a step takes besides, by the kernels for lists of tensors that
-    PyTorch uses on accelerators.
+    """The same, and the temporary bytes of a step with PyTorch's kernels for lists of tensors,
+    which are the default on accelerators.
     """
     parameter = nn.Parameter(torch.zeros(256, 256, dtype=torch.float32, device="cpu"))
     parameter.grad = torch.ones_like(parameter)
@@ -185,7 +185,7 @@ def _measured_scales(optimizer: MakeOptimizer) -> tuple[float, float]:
 
 
 def _checked_layers(partitions: int, layers: Layers) -> nn.Sequential:
-    """The layers; asks what cannot be right before anything is measured."""
+    """The layers as a module; checks the number of partitions before anything is measured."""
     module = as_sequential(layers)
     if len(module):
         balance_cost([0.0] * len(module), partitions)
@@ -193,18 +193,17 @@ def _checked_layers(partitions: int, layers: Layers) -> nn.Sequential:
 
 
 def balance_by_parameters(partitions: int, module: Layers) -> list[int]:
-    """Return the balance whose largest stage has as few parameters to train as can be.
+    """Return the balance that minimizes the trained parameters of the largest stage.
 
-    The layers may be on ``meta``, and specs are looked at there. A tied parameter counts where it
-    comes first.
+    Layers may be on ``meta``; specs are built there. A tied parameter counts in its first layer.
 
     Raises:
-        TypeError: ``module`` is no ``nn.Sequential`` and no list of layers.
+        TypeError: ``module`` is neither an ``nn.Sequential`` nor a list of layers.
         ValueError: fewer layers than partitions, or a layer whose parameters have no shape yet.
     """
     seen: set[int] = set()
     cost = []
-    for name, layer in on_meta(module)._modules.items():  # named_children() has each once
+    for name, layer in on_meta(module)._modules.items():  # named_children() skips repeated layers
         if any(map(nn.parameter.is_lazy, layer.parameters())):
             raise ValueError(
                 f"layer {name!r} ({type(layer).__name__}) is lazy: its parameters have no "
@@ -217,18 +216,18 @@ def balance_by_parameters(partitions: int, module: Layers) -> list[int]:
 
 
 def balance_uniform(partitions: int, module: Layers) -> list[int]:
-    """Return the balance in which stages have as many layers, the first ones one more."""
+    """Return the balance with equally many layers per stage, one more in the first ones."""
     return balance_cost([1] * len(as_sequential(module)), partitions)
 
 
 def balance_by_type(partitions: int, module: Layers, regex: str) -> list[int]:
-    """Return the balance in which stages have the same number of layers of some type.
+    """Return the balance with equally many layers of some type per stage.
 
-    ``regex`` is matched anywhere in the name of a layer's class (of a callable in its own), upper
-    or lower case alike, such as ``"block"`` or ``"^Linear$"``. Others count for nothing.
+    ``regex`` is searched in the class name of a layer (in a callable's own name), ignoring case,
+    for example ``"block"`` or ``"^Linear$"``. Other layers count as 0.
 
     Raises:
-        TypeError, ValueError: as :func:`balance_by_parameters`; no layer matches ``regex``.
+        TypeError, ValueError: as :func:`balance_by_parameters`; or no layer matches ``regex``.
     """
     try:
         pattern = re.compile(regex, re.IGNORECASE)
@@ -251,10 +250,10 @@ def balance_named(
     sample: Any = None,
     device: torch.device | None = None,
 ) -> list[int]:
-    """What ``Pipe(balance=...)`` takes as a string; ``sample`` and ``device`` are for ``"time"``.
+    """The balance for a string ``Pipe(balance=how)``; ``sample`` and ``device`` are for ``"time"``.
 
     Raises:
-        ValueError: another string, a sample too many or too few, or as the functions above.
+        ValueError: an unknown string, a missing or an extra sample, or as the functions above.
     """
     if (sample is None) == (how == "time"):
         raise ValueError(
@@ -281,16 +280,16 @@ def balance_named(
 def balance_cost(cost: Iterable[float], partitions: int) -> list[int]:
     """Cut a chain of layers so that the largest stage costs as little as possible.
 
-    The minimum is exact. Among the cuts that reach it, it is the one with the smallest sum of
-    squares of all stages' costs, unless thousands of layers leave more than 300,000 places for
-    borders. A layer that costs nothing stays with the one before it, where there is a choice.
+    The minimum is exact. Of the cuts that reach it, the one with the smallest sum of squared stage
+    costs is returned, unless there are more than 300,000 possible borders (thousands of layers). A
+    layer of cost 0 stays with the previous one where possible.
 
     Args:
-        cost: of each layer, in any unit; finite numbers, not negative.
-        partitions: number of stages, each of which gets a layer at least.
+        cost: of each layer, in any unit; finite and not negative.
+        partitions: number of stages, each of at least one layer.
 
     Raises:
-        TypeError, ValueError: there are fewer layers than stages, or a cost is no such number.
+        TypeError, ValueError: there are fewer layers than stages, or a cost is invalid.
     """
     n = counted(partitions, f"partitions={partitions!r}", "the number of stages")
     costs = list(map(float, cost))
@@ -302,7 +301,7 @@ def balance_cost(cost: Iterable[float], partitions: int) -> list[int]:
             f"partitions={n}, but there are only {len(costs)} layers: every partition needs one, "
             f"so ask for at most {len(costs)}"
         )
-    # Whole numbers, as a float is one times a power of two: their sums are exact.
+    # Integers with exact sums: a float is an integer times a power of two.
     exact = list(map(Fraction, costs))
     unit = math.lcm(*{number.denominator for number in exact})
     sums = [0, *accumulate(number.numerator * (unit // number.denominator) for number in exact)]
@@ -327,7 +326,7 @@ def _fill_stages(sums: list[int], n: int, bound: int) -> list[int]:
 
 def _smallest_bound(sums: list[int], n: int) -> int:
     largest, mean = max(b - a for a, b in pairwise(sums)), -(-sums[-1] // n)
-    # Filling up to the mean, a stage ends within one layer of it.
+    # When filling up to the mean, a stage ends within one layer of it.
     low, high = max(largest, mean), mean + largest
     while low < high:
         middle = (low + high) // 2
@@ -339,10 +338,10 @@ def _smallest_bound(sums: list[int], n: int) -> int:
 def _most_even(sums: list[int], windows: list[range], bound: int) -> list[int]:
     """The borders with the smallest sum of squares, in their windows and within a bound.
 
-    The further to the right a border, the further to the right the best one before it (the squares
-    meet the quadrangle inequality, Yao 1980), so that halving the places leaves little to try.
+    The best previous border moves right with the border (the squares satisfy the quadrangle
+    inequality, Yao 1980), so halving the range leaves few borders to try.
     """
-    #: For each border, by its place: the squares to its left, and where the border before it is.
+    #: For each border, by its place: the sum of squares to its left, and the previous border.
     tables: list[dict[int, tuple[int, int]]] = [{0: (0, 0)}]
 
     def solve(places: range, starts: list[int], low: int, high: int) -> None:

@@ -1,8 +1,7 @@
-"""Copies of layers, to be tried and thrown away.
+"""Temporary copies of layers, for profiling.
 
-Ctrl-C may come between any two lines. So nothing of the user's is ever changed and changed back,
-except what has no copy: the states of random generators and a few settings of the thread, which
-``syncpipe.state.restoring_settings`` puts back.
+Ctrl-C may interrupt at any line, so the user's objects are never changed temporarily. Only random
+generators and thread settings have no copies: ``syncpipe.state.restoring_settings`` restores them.
 """
 
 from __future__ import annotations
@@ -26,19 +25,19 @@ _COMPILED_FROM = "_torchdynamo_orig_callable"
 
 
 def layer_label(name: str, layer: nn.Module) -> str:
-    """A layer in the words of error messages."""
+    """A layer in error messages."""
     return f"layer {name!r} ({type(layer).__name__})"
 
 
 def runnable_copy(
     name: str, layer: nn.Module, device: torch.device | None, home: torch.device
 ) -> nn.Module:
-    """A layer in train mode to try and to throw away: a copy, or what a spec builds.
+    """A temporary copy of a layer in train mode, or the layer that a spec builds.
 
-    It runs on ``device``, or else where it is, or else, if it has no memory yet, at ``home``.
-    Parameters and buffers are copied straight to the device; on ``meta`` the layer runs without
-    ``torch.compile``. Gradients and hooks of parameters are left behind. Tensors that some forward
-    left in an attribute, the ``weight`` of the old ``weight_norm`` for one, lose their graph.
+    It runs on ``device``, by default where the layer is, or at ``home`` if the layer has no memory
+    yet. Parameters and buffers are copied straight to the device; on ``meta`` the copy runs without
+    ``torch.compile``. Gradients and hooks of parameters are not copied. Tensors that a forward has
+    left in an attribute, for example ``weight`` of the old ``weight_norm``, lose their graph.
 
     Raises:
         TypeError: the layer cannot be copied.
@@ -62,7 +61,7 @@ def runnable_copy(
         for old, new in zip(layer.modules(), made.modules(), strict=False):
             _compile_as(old, new, eager=eager)
         if device is not None and any(p.device != device for p in made.parameters()):
-            made.to(device)  # scripted layers keep their tensors to themselves
+            made.to(device)  # scripted layers are copied where they are
     except torch.OutOfMemoryError:
         raise
     except Exception as error:
@@ -81,7 +80,7 @@ def runnable_copy(
 
 
 def copy_of_tensor(tensor: Tensor, device: torch.device | None) -> Tensor:
-    """A leaf with the same values, or with none on ``meta``, and in memory of its own."""
+    """A leaf with the same values, or none on ``meta``, in newly allocated memory."""
     target = tensor.device if device is None else device
     if is_lazy(tensor):
         kind: Any = type(tensor)
@@ -91,7 +90,7 @@ def copy_of_tensor(tensor: Tensor, device: torch.device | None) -> Tensor:
     made = bare.to(target, copy=True)
     if issubclass(type(tensor), nn.Parameter):
         made = torch.Tensor._make_subclass(type(tensor), made, needs)
-    elif isinstance(tensor, nn.Parameter):  # of a tensor that is no plain one
+    elif isinstance(tensor, nn.Parameter):  # a parameter of another tensor class
         made = nn.Parameter(made, needs)
     elif needs:
         made.requires_grad_()
@@ -101,7 +100,7 @@ def copy_of_tensor(tensor: Tensor, device: torch.device | None) -> Tensor:
 
 
 def has_compiled(layer: nn.Module) -> bool:
-    """Whether torch.compile has taken the Python out of a layer, or of a part of it."""
+    """Whether a layer, or a part of it, is compiled, so that modes do not see its operators."""
     return any(
         is_compiled(module)
         or "_orig_mod" in module._modules
@@ -111,10 +110,9 @@ def has_compiled(layer: nn.Module) -> bool:
 
 
 def _compile_as(old: nn.Module, new: nn.Module, *, eager: bool) -> None:
-    """Compiles a copy as its original is, or not at all.
+    """Compile a copy as its original is, or not at all if ``eager``.
 
-    Functions are not copied: one that is its module's ``forward`` would go on with the original's
-    parameters.
+    A copied function would still use the original's parameters.
     """
     forward = vars(new).get("forward")
     method = inspect.unwrap(forward) if isinstance(forward, FunctionType) else None

@@ -1,12 +1,12 @@
-"""What layers would cost on a device that is not here, from its data sheet.
+"""Estimate what layers cost on a device that is not available, from its data sheet.
 
-Each operator takes as long as its arithmetic or as its memory traffic, whichever is longer (the
+Each operator takes as long as its arithmetic or its memory traffic, whichever is longer (the
 roofline model: Williams, Waterman and Patterson, 2009)::
 
     seconds = max(FLOP / (peak * efficiency), bytes / bandwidth, launch)
 
-FLOP are those of ``torch.utils.flop_counter``; bytes are those of its inputs and its outputs, each
-read or written once. An operator that makes a view takes no time.
+FLOP are counted by ``torch.utils.flop_counter``; bytes are those of inputs and outputs, each read
+or written once. An operator that returns a view takes no time.
 """
 
 from __future__ import annotations
@@ -30,27 +30,27 @@ __all__ = ["DEVICES", "AsOnGPU", "DeviceSpec", "Roofline"]
 
 _aten: Any = torch.ops.aten
 _cuda: Any = torch.backends.cuda
-#: Operators that neither compute nor move anything, though they do not say so.
+#: Operators that do nothing on the device, though their schemas do not show it.
 _FREE = {_aten._unsafe_view, _aten.empty, _aten.empty_like, _aten.empty_strided, _aten.lift_fresh,
          _aten.new_empty, _aten.new_empty_strided}  # fmt: skip
 _HALF = (torch.float16, torch.bfloat16)
-#: The largest head of FlashAttention; fused kernels want heads in multiples.
+#: FlashAttention's largest head; fused kernels need head sizes in multiples of ``_ROW``.
 _FLASH_HEAD, _ROW = 256, 8
 
 
 @dataclass(frozen=True)
 class DeviceSpec:
-    """What a device can do at most. Figures are for dense matrices, without sparsity.
+    """Peak figures of a device, for dense matrices, without sparsity.
 
     Attributes:
         name: of the device.
-        half: FLOP per second in ``float16`` and ``bfloat16``, summed up in ``float32``.
-        single: FLOP per second in ``float32``; that in TF32 where you compute in it.
+        half: FLOP per second in ``float16`` and ``bfloat16``, accumulated in ``float32``.
+        single: FLOP per second in ``float32``, or in TF32 if you compute in it.
         bandwidth: bytes per second to and from its memory.
         memory: bytes.
-        launch: seconds that an operation takes at least, some microseconds on any of these devices.
-        double: FLOP per second in ``float64``; 0 if unknown, and nothing in it is estimated.
-        source: where the figures are from.
+        launch: minimum seconds of an operation, some microseconds on any of these devices.
+        double: FLOP per second in ``float64``; 0 if unknown: estimates in it are refused.
+        source: of the figures.
     """
 
     name: str
@@ -69,7 +69,7 @@ class DeviceSpec:
                 raise ValueError(f"{what}={value!r} of {self.name} is no such figure")
 
     def peak(self, dtype: torch.dtype) -> float:
-        """Return FLOP per second of products of a type."""
+        """Return the peak of matrix products in a type, in FLOP per second."""
         if dtype not in (torch.float64, torch.complex128):
             return self.single if dtype == torch.float32 else self.half
         if not self.double:
@@ -80,9 +80,8 @@ class DeviceSpec:
         return self.double
 
 
-#: By name. All are NVIDIA's SXM modules, but the RTX 4090; where a sheet has only figures with
-#: sparsity, which are twice those without, it is half of them. No estimate was compared with a
-#: measurement on any of them.
+#: By name. All are NVIDIA SXM modules except the RTX 4090. Where a data sheet has figures with
+#: sparsity only, these are halved. No estimate was compared with a measurement on these devices.
 DEVICES: dict[str, DeviceSpec] = {
     name: DeviceSpec(name, half * 1e12, single * 1e12, speed * 1e9, size * 1e9, source=source)
     for name, half, single, speed, size, source in (
@@ -97,8 +96,9 @@ DEVICES: dict[str, DeviceSpec] = {
 
 
 class Roofline(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Adds up the seconds that all operators would take on a device, forward and backward; where
-    that need not be exact, without those of which it is unknown.
+    """Sums the estimated seconds of all operators on a device, forward and backward.
+
+    Unless ``exact``, operators without an estimate are left out.
     """
 
     def __init__(self, device: DeviceSpec, efficiency: float, *, exact: bool = True) -> None:
@@ -131,31 +131,30 @@ class Roofline(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def _bytes(tensor: Tensor) -> int:
-    """Bytes behind a tensor; what it repeats counts once."""
+    """Bytes of memory behind a tensor; expanded dimensions count once."""
     sizes = zip(tensor.shape, tensor.stride(), strict=True)
     return math.prod(n for n, stride in sizes if stride or not n) * tensor.element_size()
 
 
 class AsOnGPU(TorchFunctionMode):
-    """Lets ``meta`` store for backward what an accelerator would.
+    """Lets ``meta`` store for backward what a GPU would.
 
-    On ``meta`` attention takes the way of plain matrix products, and stores ``T x T`` numbers for
-    each head. A GPU has fused kernels, which store their output and a number for each row
-    (FlashAttention, Dao et al. 2022). Likewise its dropout stores a byte for each number and not
-    four, and its RMSNorm no intermediate results. So in this mode these functions call the fused
-    operators themselves, of which ``meta`` knows the shapes.
+    On ``meta`` attention decomposes into matrix products and stores ``T x T`` numbers per head,
+    while GPUs have fused kernels that store their output and a number per row (FlashAttention, Dao
+    et al. 2022). Dropout on a GPU stores one byte per number instead of four, RMSNorm no
+    intermediate results. So this mode calls the fused operators, whose shapes ``meta`` knows.
     """
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if func is F.multi_head_attention_forward:
-            with self:  # it is Python, and this mode is off inside of functions
+            with self:  # its Python body runs with the mode off
                 return _undispatched(func)(*args, **kwargs)
         return _FUSED.get(func, func)(*args, **kwargs)
 
 
 def _undispatched(function: Any) -> Any:
-    """A function of ``torch.nn.functional`` whose body runs under a mode, as if there was none."""
+    """A function of ``torch.nn.functional`` that runs its body even under a mode."""
     names = {name: lambda *_: False for name in vars(F) if name.startswith("has_torch_function")}
     code, defaults = function.__code__, function.__defaults__
     made = FunctionType(code, {**function.__globals__, **names}, function.__name__, defaults)
@@ -189,7 +188,7 @@ def _attention(
     fits = not any(n % (4 if single else _ROW) for n in (head, *others))
     alike = query.shape[1] == key.shape[1] and (single or query.dtype in _HALF)
     if fused and fits and alike and _cuda.mem_efficient_sdp_enabled():
-        if attn_mask is not None:  # numbers, for each head
+        if attn_mask is not None:  # as numbers, for each head
             attn_mask = attn_mask.to(query.dtype).expand(*query.shape[:3], key.shape[2])
         stores = any(tensor.requires_grad for tensor in (query, key, value))
         return _aten._scaled_dot_product_efficient_attention(
@@ -210,7 +209,7 @@ def _dropout(input: Tensor, p: float = 0.5, training: bool = True, inplace: bool
 def _rms_norm(
     input: Tensor, normalized_shape: Any, weight: Tensor | None = None, eps: float | None = None
 ) -> Any:
-    if input.is_meta:  # reads, writes and stores as much, and another number for each row
+    if input.is_meta:  # the same traffic, and one stored number more per row
         return F.layer_norm(input, normalized_shape, weight)
     return F.rms_norm(input, normalized_shape, weight, eps)
 

@@ -1,13 +1,13 @@
-"""What the layers of a model cost: measured on copies of them, or estimated.
+"""Measure or estimate what the layers of a model cost.
 
-A layer that is run again and again finds its weights in the caches, where no training finds them.
-So layers are measured in rounds, forward one after another, and then back; and once the others take
-more memory than caches have, in windows, so that a model may be larger than the device.
+Training does not find the weights of a layer in the caches, but repeated runs of one layer would.
+So layers are measured in rounds: all forward one after another, then all backward. Layers that
+exceed the caches are split into windows, so a model may be larger than the device.
 
-Of several sizes of the micro-batch each has two rounds in turn, of which the second counts: in
-training, micro-batches of one size follow each other. Then the largest goes back to inputs alone:
-what is missing is the weight half of zero-bubble schedules. The least of the rounds counts, as
-whatever else runs makes times longer, and times that cannot be are measured again.
+If several sizes of the micro-batch are measured, each size runs two rounds in a row and the second
+counts, as successive micro-batches in training have one size. Another backward of the largest size,
+to inputs alone, gives the weight half of zero-bubble schedules by difference. The fastest round
+counts, as other load only makes times longer. Implausible times are measured again.
 """
 
 from __future__ import annotations
@@ -68,33 +68,33 @@ __all__ = [
     "stopwatch",
 ]  # fmt: skip
 
-#: Micro-batches are measured at so many sizes if nobody names them.
+#: Number of sizes that are measured by default.
 DEFAULT_SIZES = 4
-#: The part of a device's peak that matrix products are taken to reach.
+#: The assumed part of a device's peak that matrix products reach.
 EFFICIENCY = 0.5
-#: Rounds of each window: at least, unless all took ``LATE_FACTOR`` times the timeout, and at most.
+#: Rounds of each window: minimum, but fewer after ``LATE_FACTOR`` timeouts, and maximum.
 MIN_ROUNDS, MAX_ROUNDS, LATE_FACTOR = 3, 200, 5
-#: Two rounds agree if the times of each layer differ by this factor at most, or by so many seconds;
-#: so many more rounds are tried until they do.
+#: Two rounds agree if the times of each layer differ at most by this factor or this many seconds;
+#: up to this many more rounds are run until two agree.
 AGREE, SLACK, EXTRA_ROUNDS = 1.2, 2e-5, 12
-#: More samples take so many times longer than in proportion, at most.
+#: Largest plausible growth of a time with the size of the micro-batch, relative to proportional.
 GROWTH = 4
-#: By what factor a layer takes longer than its operators would on some CPU, or some GPU, is at most
-#: so many times what it is for the layer in the middle.
+#: A layer's time over the estimate for its operators, on a typical device, is at most this many
+#: times the median of all layers.
 MAX_RATE = 1000
 CPU = DeviceSpec("a CPU", half=1e11, single=1e11, bandwidth=1e10, double=1e11)
 GPU = DeviceSpec("a GPU", half=1e14, single=2e13, bandwidth=1e12, double=1e13)
-#: Seconds that it takes to count an operator.
+#: Seconds that the mode takes to count an operator.
 COUNTING = 1.5e-6
-#: Bytes of layers that are measured together: several times the caches of processors and GPUs,
-#: and no more than an eighth of what is free on the device.
+#: Bytes of layers that are measured together: several times the caches of processors and GPUs, and
+#: at most an eighth of the free memory.
 WINDOW = 256_000_000
 
-#: The part of an accelerator's free memory that is left alone: for what the caching allocator loses
-#: between blocks, and for what libraries take for themselves at their first call.
+#: The part of an accelerator's free memory that stays unused: for fragmentation of the caching
+#: allocator, and for what libraries allocate at their first call.
 RESERVE = 0.06
 
-#: Marks a moment; and the seconds from one to another, given the later first.
+#: A function that takes a timestamp; the seconds between a later and an earlier one.
 Watch = tuple[Callable[[], Any], Callable[[Any, Any], float]]
 
 
@@ -111,27 +111,27 @@ def profile(
 ) -> Profile:
     """Measure how long each layer takes, forward and backward, and how much memory it needs.
 
-    Copies of the layers run in train mode on their real inputs, skips included: the model, its
-    gradients and the random generators are afterwards as they were. (What a hook does to objects
-    elsewhere stays done.) Time is that of the device, memory what autograd saves. On ``meta`` there
-    are sizes only: all times are 0, and no memory is taken, however large the model.
+    Copies of the layers run in train mode on their real inputs, skips included. The model, its
+    gradients and the random generators stay as they are; side effects of hooks on other objects
+    remain. Time is that of the device, memory what autograd saves. On ``meta`` only sizes are
+    counted: all times are 0, and any model fits into memory.
 
     Args:
         module: the model, as for ``Pipe``; its layers may be on several devices.
-        sample: a mini-batch, as one would give it to a pipe. It goes where the layers are.
-        sizes: of the micro-batches to measure, in samples; each is a part of the sample. Default:
-            the sample's own, a half, a quarter and an eighth of it, but no less than 2.
-        timeout: seconds to measure for, in all; slow layers are run once to three times anyway.
+        sample: a mini-batch, as the input of a pipe; it is moved to the layers' devices.
+        sizes: micro-batch sizes to measure, in samples, each a part of the sample. Default: the
+            sample's own, a half, a quarter and an eighth of it, but at least 2.
+        timeout: total seconds to measure; slow layers are run one to three times anyway.
         device: where the copies go, one by one, so that the model may be larger than the device.
             Default: where each layer is, or the sample.
-        threads: how many intra-op threads a CPU worker will have; default: as the calling thread.
+        threads: intra-op threads of a CPU worker; default: those of the calling thread.
         time: False measures sizes only, which takes one forward of each layer.
-        progress: show a bar by tqdm; None: if there is a terminal, and it takes over a second.
+        progress: show a tqdm bar; default: in a terminal, if it takes over a second.
 
     Raises:
-        TypeError, ValueError: as ``Pipe`` does for the module; for arguments that make no sense;
-            for a layer that cannot be copied.
-        RuntimeError: a layer asks for values where there are sizes only.
+        TypeError, ValueError: as ``Pipe`` for the module; an argument is invalid; a layer cannot be
+            copied.
+        RuntimeError: a layer on ``meta`` needs the values of tensors.
     """
     if not (isinstance(timeout, (int, float)) and timeout >= 0):
         raise ValueError(f"timeout={timeout!r}: give the seconds to measure for, 0 or more")
@@ -150,28 +150,28 @@ def estimated(
     sizes: Iterable[int] | None = None,
     progress: bool | None = None,
 ) -> Profile:
-    """Estimate what :func:`profile` would measure on a device that is not here.
+    """Estimate what :func:`profile` would measure on a device that is not available.
 
-    The layers go through on ``meta``. What they store is counted, as a GPU stores it. How long each
-    operator takes is a guess from the data sheet of the device: its arithmetic or its memory
-    traffic, whichever takes longer::
+    The layers run on ``meta``. Stored memory is counted as a GPU would store it. The duration of
+    each operator is estimated from the data sheet of the device: the longer of its arithmetic and
+    its memory traffic::
 
         profile = estimated(model, torch.empty(16, 2048, device="meta", dtype=int), on="A100-80GB")
         plan = syncpipe.plan(profile, devices="8 x 80GB, 300GB/s", batch_size=256)
 
-    For training in ``bfloat16`` give a model in ``bfloat16``. The way back of a custom
+    For training in ``bfloat16`` pass a model in ``bfloat16``. The backward of a custom
     ``autograd.Function`` must work without values.
 
     Args:
         on: a name in ``syncpipe.balance.DEVICES``, or a :class:`~syncpipe.balance.DeviceSpec`.
-        efficiency: the part of the peak that matrix products reach; a half is what large models
-            reach in training by published reports (Narayanan et al. 2021: 44 to 52 % on A100;
-            Chowdhery et al. 2022: 46 %). Memory traffic is taken at its peak.
+        efficiency: the part of the peak that matrix products reach. Large models reach about a half
+            in published training runs (Narayanan et al. 2021: 44 to 52 % on A100; Chowdhery et al.
+            2022: 46 %). Memory traffic is assumed at its peak.
         module, sample, sizes, progress: as for :func:`profile`.
 
     Raises:
-        TypeError, ValueError, RuntimeError: as :func:`profile` on ``meta``; ``on`` is not known,
-            or ``efficiency`` no part of 1.
+        TypeError, ValueError, RuntimeError: as :func:`profile` on ``meta``; ``on`` is unknown, or
+            ``efficiency`` is not in (0, 1].
     """
     spec = on if isinstance(on, DeviceSpec) else DEVICES.get(on)
     if spec is None:
@@ -190,7 +190,7 @@ def estimated(
 def _profiling_devices(
     module: nn.Module, sample: Any, device: torch.device | str | int | None
 ) -> tuple[torch.device | None, torch.device, list[torch.device]]:
-    """Where layers are profiled, None for each where it is, or would be; and all the devices."""
+    """The device for all layers (None: where each is), of the sample, and all devices used."""
     given = tensors_in(unwrapped(sample)[0])
     tensors = [*module.parameters(), *module.buffers(), *given]
     if any(isinstance(tensor, FakeTensor) for tensor in tensors):
@@ -215,8 +215,8 @@ def _profiling_devices(
 
 
 def samples_in(sample: Any) -> int:
-    """The length of the first tensor that is cut into micro-batches; 1 if there is none."""
-    scatter(sample, 1)  # refuses what a pipe refuses
+    """The length of the first tensor that is split into micro-batches; 1 without one."""
+    scatter(sample, 1)  # rejects what a pipe rejects
     _, samples = unwrapped(sample)
     if samples == 0:
         raise ValueError("the sample has no samples in it: dimension 0 has length 0")
@@ -240,7 +240,7 @@ def _checked_sizes(samples: int, sizes: Iterable[int] | None) -> list[int]:
 
 
 def resized(sample: Any, size: int, device: torch.device | None = None) -> Any:
-    """So many samples in memory of their own, those of another batch again and again."""
+    """``size`` samples of another batch, repeated if need be, in newly allocated memory."""
     (leaves, spec), (_, samples) = flatten(sample, batches=True), unwrapped(sample)
     made: dict[int, Any] = {}
     for leaf in leaves:
@@ -269,7 +269,7 @@ def _progress_bar(progress: bool | None, layers: int) -> AbstractContextManager[
 
     options: dict[str, Any] = {"desc": "profile", "unit": "layer", "leave": False}
     if progress is None:
-        options |= {"disable": None, "delay": 1.0}  # where a terminal watches
+        options |= {"disable": None, "delay": 1.0}  # only in a terminal
     bar: AbstractContextManager[Any] = tqdm(total=layers, **options)
     return bar
 
@@ -278,7 +278,7 @@ def _progress_bar(progress: bool | None, layers: int) -> AbstractContextManager[
 
 
 def stopwatch(device: torch.device) -> Watch:
-    """How time is measured on a device: by its own events, or by the clock on the CPU."""
+    """A watch for a device: its own events, or the clock on the CPU."""
     if device.type in ("cpu", "meta"):
         return clock.perf_counter, operator.sub
 
@@ -294,8 +294,8 @@ def stopwatch(device: torch.device) -> Watch:
 def measure_memory(device: torch.device) -> float:
     """Bytes that can be allocated on a device now.
 
-    On an accelerator what is free and what this process's caching allocator holds unused, less
-    ``RESERVE`` of it; on the CPU what the operating system says is available.
+    On an accelerator free memory and the unused part of this process's caching allocator, less
+    ``RESERVE``; on the CPU what the operating system reports as available.
 
     Raises:
         ValueError: it is unknown.
@@ -316,40 +316,40 @@ def measure_memory(device: torch.device) -> float:
 
 @dataclass(eq=False)
 class LayerRun:
-    """One layer and its input, for one size of the micro-batch: to be run as often as need be."""
+    """One layer with its input of one size of the micro-batch, to be run repeatedly."""
 
-    name: str  # in errors, as the size
+    name: str  # for error messages, as size
     size: str
     layer: nn.Module
-    inputs: tuple[Any, list[Any]]  # the value from the layer before, and skips
+    inputs: tuple[Any, list[Any]]  # the output of the previous layer, and skips
     popped: list[SkipKey]
     device: torch.device
     unpack: bool
     watch: Watch
-    forward: list[float] = field(default_factory=list)  # seconds, for each round
+    forward: list[float] = field(default_factory=list)  # seconds of each round
     backward: list[float] = field(default_factory=list)
     to_inputs: list[float] = field(default_factory=list)  # backward without parameters
-    likely: float = 0.0  # seconds of both that are to be expected; 0 if unknown
+    likely: float = 0.0  # estimated seconds of forward and backward; 0 if unknown
     _marks: list[Any] = field(default_factory=list)
     _graph: tuple[list[Tensor], list[Tensor]] = ([], [])
 
     @property
     def roots(self) -> list[Tensor]:
-        """What it goes back from."""
+        """The tensors from which backward starts."""
         return self._graph[0]
 
     def copied_inputs(self) -> tuple[Any, list[Tensor]]:
-        """Copies of the inputs, which may be written into; and where backward ends.
+        """Copies of the inputs, which a layer may overwrite; and the leaves where backward ends.
 
-        It ends at what was copied, and at the parameters of the layer. Whatever else it gets hold
-        of, such as the user's own parameters by a function that knows them, is not touched.
+        These are the copies and the layer's own parameters. Other parameters that a layer reaches,
+        for example through a closure, are left alone.
         """
         leaves = map_tensors(_leaves, self.inputs)
         ends = (*self.layer.parameters(), *tensors_in(leaves))
         return map_tensors(clones, leaves), [tensor for tensor in ends if tensor.requires_grad]
 
     def call(self, inputs: Any) -> tuple[Any, dict[SkipKey, Any]]:
-        """Runs the layer; returns its output and the skips that it stashes."""
+        """Run the layer; returns its output and the skips that it stashes."""
         value, popped = inputs
         call: Any = partial(spread, self.layer) if self.unpack else self.layer
         skips = dict(zip(self.popped, popped, strict=True))
@@ -362,8 +362,8 @@ class LayerRun:
                 raise
 
     def run_forward(self, given: Any = None) -> tuple[Any, dict[Any, Any]]:
-        """Runs the layer on these inputs, or fresh ones; returns what :meth:`call` does."""
-        # The layer before has just written its input. So it is in the caches, unlike the weights.
+        """Run the layer on ``given``, or on fresh copies; returns what :meth:`call` does."""
+        # Its input has just been written, so it is in the caches, unlike the weights.
         inputs, leaves = given or self.copied_inputs()
         start = self.watch[0]()
         output, store = self.call(inputs)
@@ -373,7 +373,7 @@ class LayerRun:
         return output, store
 
     def run_backward(self, *, weights: bool = True) -> None:
-        """Runs it back, after :meth:`run_forward`; if it is told so, to its inputs alone."""
+        """Run backward after :meth:`run_forward`; without ``weights`` to the inputs alone."""
         (roots, leaves), self._graph = self._graph, ([], [])
         own = set() if weights else set(map(id, self.layer.parameters()))
         leaves = [leaf for leaf in leaves if id(leaf) not in own]
@@ -385,24 +385,24 @@ class LayerRun:
             self._marks.append(self.watch[0]())
 
     def record_times(self, *, weights: bool) -> None:
-        """Notes how long both took."""
+        """Store how long both took."""
         start, middle, back, end = self._marks
         self.forward.append(self.watch[1](middle, start))
         (self.backward if weights else self.to_inputs).append(self.watch[1](end, back))
 
     def weight_share(self) -> float | None:
-        """The part of backward that is for parameters; None where it is unknown."""
+        """The part of backward that is for parameters; None if unknown."""
         if not any(parameter.requires_grad for parameter in self.layer.parameters()):
             return 0.0
         whole = min(self.backward)
         return min(1.0, max(0.0, 1 - min(self.to_inputs) / whole)) if whole else None
 
     def interpreter_seconds(self, until: float) -> float:
-        """Seconds of Python in one forward of the layer, by the best of some runs.
+        """Seconds of Python in one forward of the layer: the minimum of some runs.
 
-        An operator lets go of CPython's lock while it works or launches kernels. What is left is
-        Python, of which one process does no two at a time, however many devices there are. It is
-        CPU time: who sleeps holds no interpreter. Autograd's engine runs mostly without the lock.
+        Operators release CPython's lock while they work or launch kernels. The rest is Python,
+        which one process runs one thread at a time, however many devices there are. It is CPU time,
+        as a sleeping thread does not hold the lock. Autograd's engine mostly runs without the lock.
         """
         found: list[float] = []
         while len(found) < MIN_ROUNDS and not has_compiled(self.layer):
@@ -420,9 +420,7 @@ class LayerRun:
 
     @contextmanager
     def _on_device(self) -> Iterator[None]:
-        """Its device is the current one, as in the pipe. Says where an exception came from, and
-        why, if the layer needs values on ``meta``.
-        """
+        """Make the layer's device current, as in a pipe; add the layer to exceptions."""
         index = None if self.device.type == "cpu" else self.device.index
         try:
             with torch.accelerator.device_index(index):
@@ -441,12 +439,12 @@ class LayerRun:
             raise
 
 
-#: Of each layer of a window its runs, one for each size of the micro-batch.
+#: For each layer of a window its runs, one for each size of the micro-batch.
 _Window = list[list[LayerRun]]
 
 
 class _Operators(TorchFunctionMode):
-    """Counts the seconds inside of operators, and those that it takes to count."""
+    """Measures the seconds inside operators, and those of counting them."""
 
     seconds = 0.0
 
@@ -459,7 +457,7 @@ class _Operators(TorchFunctionMode):
 
 
 def _leaves(tensors: list[Tensor], device: torch.device | None = None) -> list[Tensor]:
-    """The tensors without their graph; those that are one stay one."""
+    """The tensors without their graph; a tensor that occurs twice stays one."""
     made = {
         id(tensor): tensor.detach().to(device or tensor.device).requires_grad_(tensor.requires_grad)
         for tensor in tensors
@@ -468,7 +466,7 @@ def _leaves(tensors: list[Tensor], device: torch.device | None = None) -> list[T
 
 
 def _run_round(runs: tuple[LayerRun, ...], *, weights: bool = True, counts: bool = True) -> None:
-    """Runs layers forward, and then back; and notes how long that took."""
+    """Run layers forward, then backward; ``counts`` stores the times."""
     for run in runs:
         run.run_forward()
     for run in reversed(runs):
@@ -481,14 +479,14 @@ def _run_round(runs: tuple[LayerRun, ...], *, weights: bool = True, counts: bool
 
 
 class _Profiler:
-    """Takes micro-batches from layer to layer; with a roofline it tells the time, and once."""
+    """Takes micro-batches from layer to layer; with a roofline once, with estimated times."""
 
     def __init__(
         self,
         module: Layers,
         sample: Any,
         sizes: Iterable[int] | None,
-        seconds: float | None,  # None for sizes only
+        seconds: float | None,  # None: sizes only
         device: torch.device | str | int | None,
         roofline: Roofline | None = None,
     ) -> None:
@@ -500,27 +498,26 @@ class _Profiler:
         self._sample, self._roofline = sample, roofline
         self._sizes = _checked_sizes(samples_in(sample), sizes)
         self._device, self._home, self._used = _profiling_devices(module, sample, device)
-        # Not named_children(), which has each once.
+        # Not named_children(), which skips repeated layers.
         self._layers = [(k, layer) for k, layer in known._modules.items() if layer is not None]
         self._given, self._unpack = list(module), unpacks(module)
         self._layout = inspect_layout([[layer] for _, layer in self._layers])
         meta = self._home.type == "meta" and roofline is None
         self._timed, self._seconds = seconds is not None and not meta, seconds or 0.0
-        #: For each size what goes to the next layer: leaves, which require a gradient as they do in
-        #: training; the same of the skips on their way; and what the layers store.
+        #: For each size the input of the next layer (leaves, which require a gradient as in
+        #: training), pending skips, and what the layers store.
         self._values: dict[int, Any] = {}
         self._skips: dict[int, dict[SkipKey, Any]] = {size: {} for size in self._sizes}
         self._memory = {size: StoredMemory() for size in self._sizes}
         self._found_skips: list[SkipProfile] = []
-        #: Of parameters and buffers: first layer, bytes, whether they are trained, other layers.
+        #: For each parameter and buffer: first layer, bytes, whether it is trained, other layers.
         self._homes: dict[int, tuple[int, int, bool, list[int]]] = {}
-        #: Of all layers at the largest size: seconds that are plausible, of these the likely ones,
-        #: and the median of the rounds.
+        #: For each layer at the largest size: plausible seconds, estimated ones, median of rounds.
         self._rounds: list[tuple[float, float, float]] = []
         self._rates: list[float] = []
 
     def run(self, progress: bool | None, threads: int | None = None) -> Profile:
-        """Measures, and puts random states and settings back."""
+        """Measure, and restore random states and settings."""
 
         def run() -> Profile:
             with AsOnGPU() if self._home.type == "meta" else nullcontext(), gpu or nullcontext():
@@ -543,7 +540,7 @@ class _Profiler:
         for size in self._sizes:
             self._values[size], _ = unwrapped(resized(self._sample, size, self._device))
         given = {size: size_of(value) for size, value in self._values.items()}
-        found: list[dict[str, Any]] = []  # what a LayerProfile is made of
+        found: list[dict[str, Any]] = []  # arguments of each LayerProfile
         window: _Window = []
         held, most = 0, float(WINDOW)
         with suppress(ValueError):
@@ -559,7 +556,7 @@ class _Profiler:
                 window, held = [], 0
             if bar is not None:
                 bar.update()
-        for size, memory in self._memory.items():  # only now: later layers share with earlier ones
+        for size, memory in self._memory.items():  # at the end, as layers share with earlier ones
             for numbers, (stored, shared) in zip(found, memory.by_layer(), strict=True):
                 numbers.setdefault("stored_bytes", {})[size] = stored
                 numbers.setdefault("shared_bytes", {})[size] = shared
@@ -579,7 +576,7 @@ class _Profiler:
         return replace(made, source="measured", spread=spread, load_average=os.getloadavg()[0])
 
     def _observe_layer(self, index: int) -> tuple[dict[str, Any], list[LayerRun]]:
-        """What can be said of a layer but its times; and how to run it for these."""
+        """Everything about a layer but its times; and its runs, for measuring these."""
         name, layer = self._layers[index]
         popped, stashed = self._layout.incoming[index], self._layout.outgoing[index]
         made = runnable_copy(name, self._given[index], self._device, self._home)
@@ -608,10 +605,10 @@ class _Profiler:
     def _observe_run(
         self, size: int, run: LayerRun, stashed: Iterable[SkipKey]
     ) -> tuple[int | None, int]:
-        """Runs a layer for the first time, and hands its outputs on.
+        """Run a layer for the first time, and pass on its outputs.
 
-        Returns the most bytes that were alive at once, or None where torch.compile hides them; and
-        those that the weight half of its backward needs.
+        Returns the maximum of bytes alive, or None if torch.compile hides them; and the bytes that
+        the weight half of its backward needs.
         """
         layer = run.layer
         live: LiveMemory | None = None
@@ -626,7 +623,7 @@ class _Profiler:
             if live is not None:
                 live.watch(copies)
             (output, store), saved = record_saved(lambda: run.run_forward((inputs, leaves)))
-        own = [*layer.parameters(), *layer.buffers()]  # a layer that was lazy has them only now
+        own = [*layer.parameters(), *layer.buffers()]  # after lazy layers have got theirs
         skips = self._skips[size]
         skips.update((key, map_tensors(_leaves, store.get(key))) for key in stashed)
         going_on = tensors_in((output, list(skips.values())))
@@ -634,7 +631,7 @@ class _Profiler:
         passing = self._memory[size].add(given, copies, saved(), going_on, own)
         self._values[size] = map_tensors(_leaves, output)
         for parameter in layer.parameters():
-            if parameter.requires_grad:  # as it is from the second micro-batch on
+            if parameter.requires_grad:  # as from the second micro-batch on
                 parameter.grad = torch.zeros_like(parameter)
         peak = 0
         if live is not None:
@@ -644,7 +641,7 @@ class _Profiler:
             live.restart_with(saved())
         del output, store, going_on
         halves = watch_halves(run.roots)
-        # Where nothing is timed, it need not be able to go back.
+        # Without timing, backward may fail.
         unsure = nullcontext() if self._timed else suppress(Exception)
         with unsure, live or nullcontext(), likely or nullcontext():
             run.run_backward()
@@ -652,7 +649,7 @@ class _Profiler:
         return None if live is None else max(peak, live.most), halves()
 
     def _own_bytes(self, index: int, layer: nn.Module, made: nn.Module) -> dict[str, int]:
-        """Bytes of parameters and buffers; what an earlier layer shares is counted there."""
+        """Bytes of parameters and buffers; those of an earlier layer count there."""
         bytes = {"parameter_bytes": 0, "frozen_bytes": 0, "buffer_bytes": 0}
         originals = dict(chain(layer.named_parameters(), layer.named_buffers()))
         parameters = dict(made.named_parameters())
@@ -672,7 +669,7 @@ class _Profiler:
         return bytes
 
     def _time_window(self, window: _Window, found: list[dict[str, Any]], behind: int) -> None:
-        """Measures the layers of a window for their share of the time, and notes their times."""
+        """Measure the layers of a window in their share of the time, and store their times."""
         if self._timed:
             begin = clock.monotonic()
             share = (self._deadline - begin) / (len(window) + behind)
@@ -685,9 +682,9 @@ class _Profiler:
             for what in ("forward", "backward"):
                 times = [getattr(run, what) for run in runs]
                 found_least = [min(row, default=0.0) for row in reversed(times)]
-                least = [*accumulate(found_least, min)][::-1]  # fewer samples never take longer
+                least = [*accumulate(found_least, min)][::-1]  # fewer samples are never slower
                 numbers[what] = dict(zip(self._sizes, least, strict=True))
-                if self._timed:  # what fewer samples took says how little these may have taken
+                if self._timed:  # fewer samples bound the time of more
                     grown = GROWTH * self._sizes[-1]
                     most = [grown / n * x + SLACK for n, x in numbers[what].items()]
                     plausible += min(least[-1], *most)
@@ -697,7 +694,7 @@ class _Profiler:
                 numbers["weight_share"] = runs[-1].weight_share()
 
     def _run_rounds(self, window: _Window, until: float) -> None:
-        """Runs rounds until the time is up and the times can be believed."""
+        """Run rounds until the time is up and the times are plausible."""
         by_size = list(zip(*window, strict=True))
         for done in range(MAX_ROUNDS):
             now = clock.monotonic()
@@ -707,15 +704,15 @@ class _Profiler:
             if now > until and (enough or (late and done >= 1)):
                 break
             for runs in by_size:
-                # Micro-batches of one size follow each other: one of another leaves other caches.
+                # Successive micro-batches have one size; another one leaves other caches.
                 if len(by_size) > 1 and not late:
                     _run_round(runs, counts=False)
                 _run_round(runs)
             _run_round(by_size[-1], weights=False)
 
     def _rounds_agree(self, window: _Window) -> bool:
-        """Whether another round comes near each least time, more samples take neither less time nor
-        much more than in proportion, and no layer much more than others for what it does.
+        """Whether a second round is close to each minimum, and times are plausible: they grow with
+        the size, and no layer takes much longer than others for its work.
         """
         rates = _rates(window)
         if max(rates, default=0.0) > MAX_RATE * _median_rate([*self._rates, *rates]):
@@ -734,11 +731,11 @@ class _Profiler:
 
 
 def _rates(window: _Window) -> list[float]:
-    """By what factor layers took longer than is likely, where that is known."""
+    """Measured over estimated time of the layers, where it is known."""
     largest = [runs[-1] for runs in window if runs[-1].likely]
     return [(min(run.forward) + min(run.backward)) / run.likely for run in largest]
 
 
 def _median_rate(rates: list[float]) -> float:
-    """The median; infinite where it is unknown."""
+    """The median; infinite if unknown."""
     return (statistics.median(rates) if rates else 0.0) or math.inf

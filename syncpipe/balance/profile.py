@@ -1,7 +1,7 @@
-"""What the layers of a model cost: the object that balancing and planning work from.
+"""Profiles: what the layers of a model cost, the input of balancing and planning.
 
-Measured by :func:`syncpipe.balance.profile`, or loaded from a file. Times are in seconds, sizes in
-bytes, both for one micro-batch of so many samples.
+Profiles are measured by :func:`syncpipe.balance.profile`, or loaded from a file. Times are in
+seconds, sizes in bytes, both for one micro-batch of a known number of samples.
 """
 
 from __future__ import annotations
@@ -26,37 +26,36 @@ BySize = Mapping[int, float]
 
 _T = TypeVar("_T")
 _SOURCES = ("measured", "estimated", "sizes", "")
-#: Of the files that are written and read.
+#: Version of the file format.
 _VERSION = 2
-#: What an entry of a plain list has beside its name.
+#: Keys of an entry of a plain list, besides its name.
 _ENTRY = ("forward_ms", "backward_ms", "activation_bytes", "parameter_bytes", "stored_bytes")
-#: Seconds or bytes; more is a mistake, and sums of it would not be finite.
+#: Limit for seconds and bytes, so that sums stay finite.
 _MOST = 1e30
 
 
 @dataclass(frozen=True)
 class LayerProfile:
-    """What one layer costs; where a mapping is meant, by samples in the micro-batch.
+    """What one layer costs; mappings are by samples in the micro-batch.
 
     Attributes:
         name: of the layer in its ``nn.Sequential``.
-        forward, backward: seconds, without any recomputation.
-        output_bytes: what it hands to the next layer.
-        stored_bytes: what it keeps for backward; each storage once, views and what it keeps of its
+        forward, backward: seconds, without recomputation.
+        output_bytes: size of its output.
+        stored_bytes: what it stores for backward; each storage once, views and stored parts of its
             input included, parameters and buffers not.
-        shared_bytes: the part of ``stored_bytes`` that the layers before it keep already.
-        peak_bytes: the most bytes that are alive at once while it runs forward or back: of its
-            inputs, what it stores, its outputs, what it makes meanwhile, and gradients, that of a
-            weight until it is added to the one from before included. Its inputs do not count if
-            the layers before it store them, and it does not. Empty where unknown.
-        parameter_bytes, frozen_bytes, buffer_bytes: its parameters, the part of these that needs no
-            gradient, and its buffers.
-        interpreter: seconds that its forward holds the interpreter's lock, for a micro-batch of any
-            size; 0 where unknown.
-        weight_share: the part of its backward, from 0 to 1, that the gradients of its parameters
-            take; None where unknown.
+        shared_bytes: the part of ``stored_bytes`` that earlier layers store, too.
+        peak_bytes: maximum bytes alive during its forward or backward: inputs, stored tensors,
+            outputs, temporaries and gradients, with a new weight gradient until it is accumulated.
+            Inputs that earlier layers store and it does not are left out. Empty if unknown.
+        parameter_bytes, frozen_bytes, buffer_bytes: its parameters, the part without gradients, and
+            its buffers.
+        interpreter: seconds that its forward holds the interpreter's lock, whatever the size; 0 if
+            unknown.
+        weight_share: the part of its backward, from 0 to 1, that computes the gradients of its
+            parameters; None if unknown.
         halves_bytes: what the weight half of its backward needs from the input half: inputs of its
-            products with weights, and gradients of their outputs. Empty where unknown.
+            products with weights, and gradients of their outputs. Empty if unknown.
     """
 
     name: str
@@ -74,10 +73,10 @@ class LayerProfile:
     halves_bytes: BySize = field(default_factory=dict)
 
     def memory(self, param_scale: float) -> float:
-        """Return the bytes that stay on its device however many micro-batches there are.
+        """Return the bytes that stay on its device, whatever the number of micro-batches.
 
-        With ``param_scale`` for each byte of a parameter that is trained: itself, its gradient and
-        the optimizer's state.
+        ``param_scale``: bytes per byte of a trained parameter, for itself, its gradient and the
+        optimizer's state.
         """
         trained = self.parameter_bytes - self.frozen_bytes
         return param_scale * trained + self.frozen_bytes + self.buffer_bytes
@@ -85,7 +84,7 @@ class LayerProfile:
 
 @dataclass(frozen=True)
 class SkipProfile:
-    """A skip: from the layer that stashes it to the layer that pops it (indices), and its bytes."""
+    """A skip: the indices of the layers that stash and pop it, and its bytes."""
 
     name: str
     stash: int
@@ -99,16 +98,16 @@ class Profile:
 
     Attributes:
         layers: one for each layer of the ``nn.Sequential``.
-        skips: what goes from layer to layer beside the chain.
-        ties: parameters that several layers have: the index of the first layer, which counts them,
-            those of the others, their bytes, and the part of these that is trained.
-        input_bytes: what the first layer is given, by samples.
-        device: where it was measured, or for what it was estimated, in words; empty if unknown.
-        whole: how many samples were measured is unknown: all numbers are for 1, a mini-batch.
-        source: where the times are from: ``"measured"``, ``"estimated"``, ``"sizes"`` if only sizes
-            were counted, and times, if there are any, were put in later; empty if unknown.
-        spread: by what part of them measured times are uncertain; 0 if unknown.
-        load_average: processes that ran when it was measured; 0 if unknown.
+        skips: between layers.
+        ties: parameters that several layers share: the index of the first layer, which counts them,
+            those of the others, their bytes, and the trained part of these.
+        input_bytes: size of the first layer's input, by samples.
+        device: on which it was measured, or for which it was estimated; empty if unknown.
+        whole: the number of samples is unknown: all numbers are for 1, a mini-batch.
+        source: of the times: ``"measured"``, ``"estimated"``, ``"sizes"`` if only sizes were
+            counted (times may have been added later); empty if unknown.
+        spread: relative uncertainty of measured times; 0 if unknown.
+        load_average: running processes during measurement; 0 if unknown.
     """
 
     layers: tuple[LayerProfile, ...]
@@ -153,7 +152,7 @@ class Profile:
                 )
 
     def _check(self, whose: str, thing: Any) -> None:
-        """Refuses texts, numbers and numbers by size that are none."""
+        """Refuse invalid strings, numbers and numbers by size."""
         for about in fields(thing):
             what, value, kind = f"{about.name} of {whose}", getattr(thing, about.name), about.type
             if kind == "str" and not isinstance(value, str):
@@ -173,7 +172,7 @@ class Profile:
 
     @property
     def how(self) -> str:
-        """Where the numbers are from, in words; empty if unknown."""
+        """Where the numbers are from, as text; empty if unknown."""
         if self.source == "estimated":
             return f"times estimated for {self.device}; sizes counted without values"
         if self.source == "sizes":
@@ -182,11 +181,11 @@ class Profile:
 
     @property
     def sizes(self) -> tuple[int, ...]:
-        """The sizes of a micro-batch, in samples, that were measured; ascending."""
+        """The measured sizes of a micro-batch, in samples; ascending."""
         return tuple(sorted(self.layers[0].forward))
 
     def of(self, samples: int) -> Profile:
-        """Return a profile of one mini-batch of unknown size as one of so many samples."""
+        """Return a profile of a mini-batch of unknown size as one of ``samples`` samples."""
         if not self.whole:
             return self
         known = ("forward", "backward", "output_bytes", "stored_bytes")
@@ -204,11 +203,11 @@ class Profile:
 
         Args:
             entries: each with ``name``, ``forward_ms``, ``backward_ms``, ``activation_bytes`` (its
-                output), ``parameter_bytes`` and ``stored_bytes``; anything else is left aside.
-            samples: how many were measured; if unknown, those of the mini-batch to plan for.
+                output), ``parameter_bytes`` and ``stored_bytes``; other keys are ignored.
+            samples: size of the measured batch; default: that of the mini-batch to plan for.
 
         Raises:
-            ValueError: an entry lacks something, or a number is none or negative.
+            ValueError: an entry lacks a key, or a number is invalid.
         """
         layers = []
         for index, entry in enumerate(entries):
@@ -237,7 +236,8 @@ class Profile:
         """Read what :meth:`save` wrote, or a list and ``samples`` as for :meth:`from_list`.
 
         Raises:
-            OSError, ValueError: it cannot be read, or is neither; the message says why.
+            OSError, ValueError: the file is unreadable, or neither of both; the message has the
+                reason.
         """
         try:
             data = json.loads(Path(path).read_text(encoding="utf-8-sig"))
@@ -258,7 +258,7 @@ class Profile:
             ) from error
 
     def table(self) -> str:
-        """Return a line for each layer, for the largest micro-batch that was measured."""
+        """Return a line for each layer, for the largest measured micro-batch."""
         n, layers = self.sizes[-1], self.layers
         stored = sum(x.stored_bytes[n] - x.shared_bytes.get(n, 0) for x in layers)
         rows = [("layer", "forward", "backward", "output", "stored", "parameters")]
@@ -288,7 +288,7 @@ class Profile:
 
 
 def interpolate_all(every: Iterable[BySize], samples: float) -> Iterator[float]:
-    """:func:`interpolate` of many, of one set of sizes; 0 for those that are empty."""
+    """:func:`interpolate` for many mappings of the same sizes; 0 for empty ones."""
     sizes: list[int] = []
     for numbers in every:
         sizes = sizes or sorted(numbers)
@@ -304,9 +304,9 @@ def interpolate_all(every: Iterable[BySize], samples: float) -> Iterator[float]:
 def interpolate(numbers: BySize, samples: float) -> float:
     """A number for a size that may not have been measured.
 
-    Between two sizes on the straight line through both; beyond all of them on from the nearest one,
-    with the slope of the line that fits all best; with one size, and below all at least, in
-    proportion: fewer samples are never quicker each.
+    Between two sizes it is linear. Beyond all it goes on from the nearest size with the slope of
+    the line that fits all best. With one size it is proportional; below all at least proportional,
+    as fewer samples are never faster per sample.
     """
     if samples in numbers:
         return numbers[int(samples)]
@@ -323,14 +323,14 @@ def interpolate(numbers: BySize, samples: float) -> float:
 
 
 def _read(kind: type[_T], data: dict[str, Any]) -> _T:
-    """A dataclass from a mapping, in which JSON has sizes as strings."""
+    """A dataclass from a JSON mapping, in which sizes are strings."""
     known = [about.name for about in fields(kind) if about.type == "BySize"]  # type: ignore[arg-type]
     sizes = {key: {int(n): x for n, x in data[key].items()} for key in known if key in data}
     return kind(**{**data, **sizes})
 
 
 def _check_number(what: str, number: Any, most: float = _MOST) -> None:
-    """Refuses what is no time and no size."""
+    """Refuse a number that is no time and no size."""
     ok = isinstance(number, Real) and not isinstance(number, bool)
     if not (ok and 0 <= number <= most):
         raise ValueError(f"{what} is {number!r:.60}; it must be a number from 0 to {most:g}")

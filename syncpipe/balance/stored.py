@@ -1,19 +1,18 @@
-"""Counts what layers store for backward: every piece of memory once, however many see it.
+"""Count what layers store for backward: each piece of memory once, however many tensors use it.
 
-Layers share memory. What a ReLU returned it stores, and the linear layer after it stores the same
-as its input. So what a stage of the layers ``i`` to ``j - 1`` stores is
+Layers share memory: a ReLU stores its output, and the next linear layer stores the same memory as
+its input. So a stage of the layers ``i`` to ``j - 1`` stores
 
     sum of (stored_bytes - shared_bytes) of its layers + shared_bytes of layer i
 
-To make that right wherever one cuts, memory that some layer has stored and that goes through others
-(as a view, or as it is) to one that stores it again counts as stored and shared for those between:
+For this to hold wherever one cuts, memory that one layer stores and that passes other layers (as a
+view or unchanged) to another one that stores it, counts as stored and shared in between:
 
-                  ReLU    Flatten   Linear         What the ReLU returned, x bytes, is stored by it
-        stored      x        x         x           and by the linear layer. Cut before Flatten, or
-        shared      0        x         x           behind it: both sides store it. Not cut: x once.
+                  ReLU    Flatten   Linear         The output of the ReLU, x bytes, is stored by the
+        stored      x        x         x           ReLU and by the linear layer. If cut before or
+        shared      0        x         x           after Flatten, both sides store it; else once.
 
-So only a stage that lies all between two such layers, and stores nothing of it itself, is said to
-store too much.
+The result is too large only for a stage between two such layers that stores none of it itself.
 """
 
 from __future__ import annotations
@@ -38,9 +37,7 @@ _T = TypeVar("_T")
 
 
 def _storages_of(tensors: Iterable[Tensor]) -> Iterator[tuple[int, int, Any]]:
-    """The pieces of memory behind tensors: what tells each from others that live, its bytes, and
-    an object that lives as long.
-    """
+    """For each piece of memory a key, unique while it is alive, its bytes, and its owner."""
     for tensor in tensors:
         if is_traceable_wrapper_subclass(tensor):
             parts = [getattr(tensor, name) for name in tensor.__tensor_flatten__()[0]]
@@ -49,12 +46,12 @@ def _storages_of(tensors: Iterable[Tensor]) -> Iterator[tuple[int, int, Any]]:
         try:
             storage = tensor.untyped_storage()
             yield storage._cdata, storage.nbytes(), storage
-        except (NotImplementedError, RuntimeError):  # a layout without storages, such as sparse
+        except (NotImplementedError, RuntimeError):  # a layout without storage, for example sparse
             yield id(tensor), tensor.numel() * tensor.element_size(), tensor
 
 
 def size_of(tree: Any) -> int:
-    """Bytes that go to another device with a tree; a tensor that is in it twice goes once."""
+    """Bytes to send a tree to another device; a tensor that is in it twice is sent once."""
     size = 0
     for tensor in distinct(tree):
         if is_traceable_wrapper_subclass(tensor):
@@ -65,15 +62,15 @@ def size_of(tree: Any) -> int:
 
 
 def record_saved(call: Callable[[], _T]) -> tuple[_T, Callable[[], list[Tensor]]]:
-    """Calls a function; returns also a look at what autograd stores of it for backward.
+    """Call a function; returns its result, and a function that lists what autograd stores of it.
 
-    What belonged to a graph that was dropped is no more among it. ``saved_tensors_hooks`` of
-    PyTorch does the same, but Ctrl-C may come in its ``__exit__``, and leave the hooks in force.
+    Tensors of freed graphs are not listed. PyTorch's ``saved_tensors_hooks`` does the same, but
+    Ctrl-C in its ``__exit__`` would leave the hooks active.
     """
     seen: list[weakref.ref[Tensor]] = []
 
     def pack(tensor: Tensor) -> Tensor:
-        held = tensor.detach()  # else an output would keep its own graph, and itself
+        held = tensor.detach()  # else an output would keep its own graph alive
         seen.append(weakref.ref(held))
         return held
 
@@ -86,8 +83,8 @@ def record_saved(call: Callable[[], _T]) -> tuple[_T, Callable[[], list[Tensor]]
     return result, lambda: [tensor for held in seen if (tensor := held()) is not None]
 
 
-#: Of products with a weight: the attribute of the node that has the input, and which of the node's
-#: inputs is the weight. As ``syncpipe.training.weight_gradients`` splits them.
+#: For products with a weight: the node's attribute that is the input, and the index of the weight
+#: among the node's inputs. As ``syncpipe.training.weight_gradients`` splits them.
 FACTORS = {
     "AddmmBackward0": ("_saved_mat1", 2),
     "MmBackward0": ("_saved_self", 1),
@@ -96,7 +93,7 @@ FACTORS = {
 
 
 def watch_halves(roots: Iterable[Tensor]) -> Callable[[], int]:
-    """Watches a graph; says, when it has run backward, the bytes that weight halves would need."""
+    """Watch a graph; after its backward the result returns the bytes that weight halves need."""
     inputs: dict[int, int] = {}
     gradients: list[int] = []
 
@@ -106,7 +103,7 @@ def watch_halves(roots: Iterable[Tensor]) -> Callable[[], int]:
     for node in nodes_of(root.grad_fn for root in roots if root.grad_fn is not None):
         factor, weight = FACTORS.get(node.name(), ("", 0))
         hook = getattr(getattr(node, f"_raw{factor}", None), "unpack_hook", None)
-        # A layer with hooks of its own may compute the input again.
+        # Hooks of the layer itself may recompute the input.
         own = hook is None or hook.__module__ == __name__
         if factor and own and node.next_functions[weight][0] is not None:
             inputs |= {key: size for key, size, _ in _storages_of([getattr(node, factor)])}
@@ -115,9 +112,9 @@ def watch_halves(roots: Iterable[Tensor]) -> Callable[[], int]:
 
 
 class LiveMemory(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Counts the bytes of the results of all operators in its context, until these are let go of.
+    """Counts the bytes of the results of all operators in its context while these are alive.
 
-    What an operator takes and gives back inside of itself is not seen.
+    Memory that an operator uses internally is not counted.
     """
 
     def __init__(self) -> None:
@@ -132,7 +129,7 @@ class LiveMemory(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return result
 
     def watch(self, tensors: Iterable[Tensor]) -> None:
-        """Counts the memory of tensors as well."""
+        """Count the memory of tensors as well."""
         for key, size, thing in _storages_of(tensors):
             if key not in self._known and key not in self._aside:
                 self._known[key] = weakref.ref(thing, partial(self._forget, key)), size
@@ -140,7 +137,7 @@ class LiveMemory(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 self.most = max(self.most, self.alive)
 
     def exclude(self, tensors: Iterable[Tensor]) -> None:
-        """Does not count the memory of some tensors; nor has it until now."""
+        """Stop counting the memory of some tensors, in hindsight too."""
         for key, _, _ in _storages_of(tensors):
             self._aside.add(key)
             size = self._known.pop(key, (None, 0))[1]
@@ -148,7 +145,7 @@ class LiveMemory(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self.most -= size
 
     def restart_with(self, tensors: Iterable[Tensor]) -> None:
-        """Begins anew with these alone."""
+        """Start again, with these tensors only."""
         self._known.clear()
         self.alive = self.most = 0
         self.watch(tensors)
@@ -162,7 +159,7 @@ class LiveMemory(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 @dataclass(eq=False)
 class _StoragePiece:
-    """A piece of memory that goes from layer to layer: its bytes, and the layers that store it."""
+    """A piece of memory that passes from layer to layer, and the layers that store it."""
 
     bytes: int
     layers: list[int] = field(default_factory=list)
@@ -188,15 +185,13 @@ class StoredMemory:
         going_on: list[Tensor],
         own: Iterable[Tensor],
     ) -> int:
-        """Counts what the next layer stores.
+        """Count what the next layer stores; returns bytes of inputs that only earlier ones store.
 
         Args:
-            inputs, copies: what it was meant to get, and what it got instead.
+            inputs, copies: its intended inputs, and the copies that it got.
             saved: what autograd stores for it.
-            going_on: what goes to the next layer, and the skips on their way.
-            own: its parameters and buffers, whose memory is not counted.
-
-        Returns the bytes of its inputs that layers before it store, and it does not.
+            going_on: the input of the next layer, and pending skips.
+            own: its parameters and buffers, whose memory does not count.
         """
         known = dict(self._live)
         pairs = zip(_storages_of(inputs), _storages_of(copies), strict=True)
@@ -219,7 +214,7 @@ class StoredMemory:
         return unused
 
     def by_layer(self) -> list[tuple[int, int]]:
-        """For each layer what it stores, and the part of it that layers before it store already."""
+        """For each layer the bytes that it stores, and the part that earlier layers store too."""
         stored, shared = [0] * self._layers, [0] * self._layers
         for piece in self._stored:
             first, last = piece.layers[0], piece.layers[-1]

@@ -51,7 +51,7 @@ class Trace(Timeline):
     def spans(self) -> tuple[Span, ...]:
         """All spans so far in the order of their starts; times are in seconds."""
         if not self._entered:
-            raise RuntimeError("a trace records inside of a block, `with pipe.trace() as trace:`")
+            raise RuntimeError("a trace records inside its block, `with pipe.trace() as trace:`")
         found = [
             (record, record.start.seconds, record.end.seconds)
             for record in list(self._records)
