@@ -133,15 +133,14 @@ def scales_of(
     if optimizer is not None:
         if param_scale is not None:
             raise ValueError(
-                f"param_scale={param_scale} and optimizer are both given, and both say what a "
-                "parameter takes: leave one of them out"
+                f"param_scale={param_scale} and optimizer are both given: leave one of them out"
             )
         return _measured_scales(optimizer)
     scale = usual if param_scale is None else param_scale
     if isinstance(scale, bool) or not (isinstance(scale, Real) and 1 <= scale < math.inf):
         raise ValueError(
-            f"param_scale={scale!r}: must be a number, at least 1, for a parameter takes its own "
-            "bytes; 2 with its gradient, 4 with Adam"
+            f"param_scale={scale!r}: must be a number from 1: 1 for a parameter, 2 with its "
+            "gradient, 4 with Adam"
         )
     return float(scale), None
 
@@ -171,8 +170,8 @@ def _measured_scales(optimizer: MakeOptimizer) -> tuple[float, float]:
     except Exception as error:
         raise TypeError(
             f"optimizer={optimizer!r} could not be tried on one parameter ({type(error).__name__}: "
-            f"{error}): give a class with all it needs (functools.partial(torch.optim.SGD, lr=0.1))"
-            ", or give param_scale as a number instead"
+            f"{error}): give a class with its arguments, functools.partial(torch.optim.SGD, lr=0.1)"
+            ", or param_scale as a number"
         ) from error
     kept = {id(t): t for t in tree_leaves(state) if isinstance(t, Tensor)}
     held = sum(t.nbytes for t in kept.values() if t.numel() > 1) / parameter.nbytes
@@ -257,7 +256,7 @@ def balance_named(
     """
     if (sample is None) == (how == "time"):
         raise ValueError(
-            "sample= is what balance='time' measures with, an input of the size of a micro-batch: "
+            "balance='time' measures with sample=, an input of the size of a micro-batch: "
             + ("give Pipe a sample=" if how == "time" else f"balance={how!r} takes none")
         )
     if how == "time":
@@ -269,8 +268,8 @@ def balance_named(
     if how.startswith("type:"):
         return balance_by_type(partitions, module, how.removeprefix("type:"))
     raise ValueError(
-        f"balance={how!r}: as a string it is 'parameters', 'uniform', 'type:regex' or 'time'; "
-        "otherwise give it a number of layers for each device"
+        f"balance={how!r}: must be 'parameters', 'uniform', 'type:regex' or 'time', or a list: the "
+        "number of layers of each partition"
     )
 
 
@@ -295,7 +294,7 @@ def balance_cost(cost: Iterable[float], partitions: int) -> list[int]:
     costs = list(map(float, cost))
     for index, number in enumerate(costs):
         if not 0 <= number < math.inf:
-            raise ValueError(f"cost[{index}]={number}: costs are finite and not negative")
+            raise ValueError(f"cost[{index}]={number}: costs must be finite and not negative")
     if len(costs) < n:
         raise ValueError(
             f"partitions={n}, but there are only {len(costs)} layers: every partition needs one, "

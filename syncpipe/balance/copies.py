@@ -67,8 +67,8 @@ def runnable_copy(
     except Exception as error:
         raise TypeError(
             f"{layer_label(name, layer)} cannot be copied ({type(error).__name__}: {error}), "
-            "and layers are profiled on copies: give its class a __deepcopy__, or set aside the "
-            "attribute that cannot be copied meanwhile"
+            "and profiling needs a copy: give its class a __deepcopy__, or remove the attribute "
+            "that cannot be copied while profiling"
         ) from error
     for module in made.modules():
         if isinstance(module, nn.RNNBase):
@@ -129,4 +129,4 @@ def _compile_as(old: nn.Module, new: nn.Module, *, eager: bool) -> None:
         known = inspect.getclosurevars(method).nonlocals.values()
         if any(value is old for value in known):
             kind = type(new).__name__
-            raise TypeError(f"the 'forward' of this {kind} is a function tied to the module itself")
+            raise TypeError(f"the 'forward' of this {kind} refers to the original module")

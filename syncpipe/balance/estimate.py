@@ -66,7 +66,7 @@ class DeviceSpec:
         for what in ("half", "single", "bandwidth", "memory", "launch", "double"):
             value, may_be_0 = getattr(self, what), what in ("launch", "double")
             if not (value > 0 or (may_be_0 and value == 0)):
-                raise ValueError(f"{what}={value!r} of {self.name} is no such figure")
+                raise ValueError(f"{what}={value!r} of {self.name} must be positive")
 
     def peak(self, dtype: torch.dtype) -> float:
         """Return the peak of matrix products in a type, in FLOP per second."""
@@ -74,7 +74,7 @@ class DeviceSpec:
             return self.single if dtype == torch.float32 else self.half
         if not self.double:
             raise ValueError(
-                f"how fast {self.name} computes in {dtype} is unknown: give its figures, "
+                f"the speed of {self.name} in {dtype} is unknown: give its figures, "
                 "on=DeviceSpec(..., double=...), or a model in another type"
             )
         return self.double

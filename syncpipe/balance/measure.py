@@ -136,7 +136,7 @@ def profile(
     if not (isinstance(timeout, (int, float)) and timeout >= 0):
         raise ValueError(f"timeout={timeout!r}: give the seconds to measure for, 0 or more")
     if threads is not None and operator.index(threads) < 1:
-        raise ValueError(f"threads={threads}: a layer needs at least one")
+        raise ValueError(f"threads={threads}: must be at least 1")
     seconds = timeout if time else None
     return _Profiler(module, sample, sizes, seconds, device).run(progress, threads)
 
@@ -176,11 +176,11 @@ def estimated(
     spec = on if isinstance(on, DeviceSpec) else DEVICES.get(on)
     if spec is None:
         raise ValueError(
-            f"on={on!r} is unknown; there are {', '.join(DEVICES)}. For another one give its "
-            "figures: on=syncpipe.balance.DeviceSpec(name, half=..., single=..., bandwidth=...)"
+            f"on={on!r} is unknown; known are {', '.join(DEVICES)}. For another device give "
+            "its figures: on=syncpipe.balance.DeviceSpec(name, half=..., single=..., bandwidth=...)"
         )
     if isinstance(efficiency, bool) or not 0 < efficiency <= 1:
-        raise ValueError(f"efficiency={efficiency!r}: a part of the peak, above 0 and at most 1")
+        raise ValueError(f"efficiency={efficiency!r}: must be above 0 and at most 1")
     roofline = Roofline(spec, efficiency)
     found = _Profiler(module, sample, sizes, 0.0, "meta", roofline).run(progress)
     words = f"{spec.name}, {100 * efficiency:.3g} % of its peak"
@@ -195,8 +195,8 @@ def _profiling_devices(
     tensors = [*module.parameters(), *module.buffers(), *given]
     if any(isinstance(tensor, FakeTensor) for tensor in tensors):
         raise ValueError(
-            "fake tensors (FakeTensorMode) are not measured: make model and sample on meta, with "
-            "torch.device('meta'):, to count sizes without memory"
+            "fake tensors (FakeTensorMode) cannot be measured: create model and sample on meta, "
+            "with torch.device('meta'):, to count sizes without memory"
         )
     target = torch.device("meta") if any(tensor.is_meta for tensor in tensors) else None
     if device is not None:
@@ -206,8 +206,8 @@ def _profiling_devices(
             raise ValueError(f"device={device!r} cannot be used here: {error}") from error
     if any(tensor.is_meta for tensor in given) and target != torch.device("meta"):
         raise ValueError(
-            f"device={device!r}, but the sample is on meta and has no values to put there: leave "
-            "device out to measure sizes, or make the sample elsewhere to measure time"
+            f"device={device!r}, but the sample is on meta, without values: leave device out to "
+            "measure sizes, or create the sample elsewhere to measure time"
         )
     home = target or next((tensor.device for tensor in given), torch.device("cpu"))
     used = [target] if target else [tensor.device for tensor in tensors]
@@ -219,7 +219,7 @@ def samples_in(sample: Any) -> int:
     scatter(sample, 1)  # rejects what a pipe rejects
     _, samples = unwrapped(sample)
     if samples == 0:
-        raise ValueError("the sample has no samples in it: dimension 0 has length 0")
+        raise ValueError("the sample is empty: its dimension 0 has length 0")
     return samples
 
 
@@ -233,8 +233,8 @@ def _checked_sizes(samples: int, sizes: Iterable[int] | None) -> list[int]:
     chosen = sorted({operator.index(size) for size in sizes})
     if not chosen or not 1 <= chosen[0] <= chosen[-1] <= samples:
         raise ValueError(
-            f"sizes={chosen}: a micro-batch has at least 1 sample, and no more than the sample, "
-            f"which has {samples}; give a larger sample for larger micro-batches"
+            f"sizes={chosen}: must be from 1 to the {samples} of the sample; give a larger sample "
+            "for larger micro-batches"
         )
     return chosen
 
@@ -250,8 +250,8 @@ def resized(sample: Any, size: int, device: torch.device | None = None) -> Any:
             length, rest = divmod(len(leaf) * size, samples)
             if rest:
                 raise ValueError(
-                    f"{size} of {samples} samples are no whole number of rows of {described(leaf)} "
-                    "in the sample: make its tensors of one length, or name other sizes"
+                    f"{size} of {samples} samples are not a whole number of rows of "
+                    f"{described(leaf)}: use tensors of one length, or other sizes"
                 )
             rows = torch.arange(length, device=leaf.device) % max(1, len(leaf))
             part = leaf.detach()[rows].to(device or leaf.device)
@@ -310,7 +310,7 @@ def measure_memory(device: torch.device) -> float:
         return float((free + unused) * (1 - RESERVE))
     except (LookupError, AttributeError, OSError, RuntimeError) as error:
         raise ValueError(
-            f"how much memory is free on {device} cannot be found out ({error}): give memory='16GB'"
+            f"the free memory of {device} is unknown ({error}): give it, for example memory='16GB'"
         ) from error
 
 
@@ -431,9 +431,9 @@ class LayerRun:
             )
             if self.device.type == "meta" and needs_values:
                 raise RuntimeError(
-                    f"{self.name} needs the values of its tensors, and on meta are only sizes "
-                    f"({type(error).__name__}: {error}): measure this model where it has values "
-                    "(device='cpu', or a GPU), a smaller one of the same kind if it is too large"
+                    f"{self.name} needs the values of its tensors, and meta has only sizes "
+                    f"({type(error).__name__}: {error}): measure this model, or a smaller one of "
+                    "its kind, on a device with values (device='cpu', or a GPU)"
                 ) from error
             annotate(error, f"in {self.name}, profiled with {self.size}")
             raise
@@ -581,7 +581,7 @@ class _Profiler:
         popped, stashed = self._layout.incoming[index], self._layout.outgoing[index]
         made = runnable_copy(name, self._given[index], self._device, self._home)
         own = next((t.device for t in chain(made.parameters(), made.buffers())), None)
-        few = f"; sizes={self._sizes} were to be measured" if len(self._sizes) > 1 else ""
+        few = f"; sizes={self._sizes} are measured" if len(self._sizes) > 1 else ""
         runs, peaks, halves = [], {}, {}
         for size, value in self._values.items():
             inputs = (value, [self._skips[size].pop(key, None) for key in popped])

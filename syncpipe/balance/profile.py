@@ -126,7 +126,7 @@ class Profile:
         ties = tuple([(a, tuple(others), size, part) for a, others, size, part in self.ties])
         object.__setattr__(self, "ties", ties)
         if self.source not in _SOURCES:
-            raise ValueError(f"source={self.source!r} of a profile: it is one of {_SOURCES}")
+            raise ValueError(f"source={self.source!r} of a profile: must be one of {_SOURCES}")
         if not self.layers:
             raise ValueError("a profile needs at least one layer")
         for index, layer in enumerate(self.layers):
@@ -139,7 +139,7 @@ class Profile:
         self._check("a profile", self)
         for home, others, *sizes in self.ties:
             if not all(0 <= home < k < len(self.layers) for k in others):
-                raise ValueError(f"layers {home} and {others} share a parameter, but are none")
+                raise ValueError(f"ties: layers {home} and {others} must ascend, and exist")
             for size in sizes:
                 _check_number(f"what layers {home} and {others} share", size)
         for skip in self.skips:
@@ -153,19 +153,19 @@ class Profile:
 
     def _check(self, whose: str, thing: Any) -> None:
         """Refuse invalid strings, numbers and numbers by size."""
-        for about in fields(thing):
-            what, value, kind = f"{about.name} of {whose}", getattr(thing, about.name), about.type
+        for one in fields(thing):
+            what, value, kind = f"{one.name} of {whose}", getattr(thing, one.name), one.type
             if kind == "str" and not isinstance(value, str):
-                raise TypeError(f"{what} is {value!r:.60}, no str")
+                raise TypeError(f"{what} is {value!r:.60}, not a str")
             if kind in ("int", "float") or (kind == "float | None" and value is not None):
-                _check_number(what, value, 1 if about.name == "weight_share" else _MOST)
-            if kind == "BySize" and (value or about.default_factory is MISSING):
+                _check_number(what, value, 1 if one.name == "weight_share" else _MOST)
+            if kind == "BySize" and (value or one.default_factory is MISSING):
                 sizes = list(self.sizes)
                 known = isinstance(value, Mapping) and sorted(value) == sizes
                 if not known or not sizes or sizes[0] < 1:
                     raise ValueError(
-                        f"{what} is {value!r:.60}: it must be numbers by samples in a micro-batch, "
-                        f"from 1, for the same ones as the forward of the first layer, {sizes}"
+                        f"{what} is {value!r:.60}: must be numbers by samples in a micro-batch, "
+                        f"from 1, for the sizes of the forward of the first layer, {sizes}"
                     )
                 for number in value.values():
                     _check_number(what, number)
@@ -249,11 +249,11 @@ class Profile:
                 data[key] = [_read(kind, entry) for entry in data[key]]
             found = _read(cls, data)
             if samples is not None and not found.whole:
-                raise ValueError(f"samples={samples}: it says itself how many were measured")
+                raise ValueError(f"samples={samples}: the file has its own number of samples")
             return found if samples is None else found.of(samples)
         except (AttributeError, LookupError, RecursionError, TypeError, ValueError) as error:
             raise ValueError(
-                f"{path} is no profile ({type(error).__name__}: {error}): it must be JSON that "
+                f"{path} is not a profile ({type(error).__name__}: {error}): must be JSON that "
                 f"Profile.save wrote, or a list of entries with name, {', '.join(_ENTRY)}"
             ) from error
 
@@ -324,7 +324,7 @@ def interpolate(numbers: BySize, samples: float) -> float:
 
 def _read(kind: type[_T], data: dict[str, Any]) -> _T:
     """A dataclass from a JSON mapping, in which sizes are strings."""
-    known = [about.name for about in fields(kind) if about.type == "BySize"]  # type: ignore[arg-type]
+    known = [one.name for one in fields(kind) if one.type == "BySize"]  # type: ignore[arg-type]
     sizes = {key: {int(n): x for n, x in data[key].items()} for key in known if key in data}
     return kind(**{**data, **sizes})
 
@@ -333,4 +333,4 @@ def _check_number(what: str, number: Any, most: float = _MOST) -> None:
     """Refuse a number that is no time and no size."""
     ok = isinstance(number, Real) and not isinstance(number, bool)
     if not (ok and 0 <= number <= most):
-        raise ValueError(f"{what} is {number!r:.60}; it must be a number from 0 to {most:g}")
+        raise ValueError(f"{what} is {number!r:.60}; must be a number from 0 to {most:g}")

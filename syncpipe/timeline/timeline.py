@@ -57,7 +57,7 @@ class Timeline:
             if span.kind not in _KINDS or not 0 <= span.row < len(rows) or not times:
                 raise ValueError(
                     f"{span}: kinds are {', '.join(_KINDS)}; rows={self.rows} has {len(rows)}; "
-                    "start and end are finite, and the end is not before the start"
+                    "start and end must be finite, and end not before start"
                 )
 
     @classmethod
@@ -139,7 +139,7 @@ class Timeline:
             took.setdefault(("backward_input", j), took.get(("backward", j), -1.0))
             if ("forward", j) not in took or took["backward_input", j] < 0:
                 raise ValueError(
-                    f"no forward or no backward of stage {j} has been recorded: trace train_batch"
+                    f"stage {j} has no forward or no backward in this timeline: trace train_batch"
                 )
         ways: dict[tuple[int, int], list[float]] = defaultdict(list)
         for (j, target, *_), time in sent.items():
@@ -242,7 +242,7 @@ def compare(timelines: Mapping[str, Timeline], *, scale: bool = False) -> Figure
     """
     units = list(dict.fromkeys(timeline.unit for timeline in timelines.values()))
     if not units:
-        raise ValueError(f"timelines={timelines} is empty; give at least one, by name")
+        raise ValueError(f"timelines={timelines} is empty; give at least one, by title")
     if len(units) > 1 and not scale:
         raise ValueError(
             f"timelines have the units {', '.join(units)}: scale=True draws each by its makespan"

@@ -352,7 +352,7 @@ def on_meta(layer: nn.Module) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("arguments", "error", "message"),
     [
-        ({"sizes": [9]}, ValueError, r"sizes=\[9\].*which has 8"),
+        ({"sizes": [9]}, ValueError, r"sizes=\[9\].*from 1 to the 8"),
         ({"sizes": [0]}, ValueError, r"sizes=\[0\]"),
         ({"sizes": []}, ValueError, r"sizes=\[\]"),
         ({"sizes": 4}, TypeError, r"\[4\]"),
@@ -361,7 +361,7 @@ def on_meta(layer: nn.Module) -> dict[str, Any]:
         ({"threads": 0}, ValueError, "threads=0"),
         ({"device": "nowhere"}, ValueError, "device='nowhere'"),
         ({"sample": torch.tensor(1.0)}, ValueError, "NoChunk"),
-        ({"sample": torch.rand(0, 3)}, ValueError, "no samples"),
+        ({"sample": torch.rand(0, 3)}, ValueError, "sample is empty"),
         ({"sample": (torch.rand(8, 3), torch.rand(3, 3)), "sizes": [4]}, ValueError,
          "whole number of rows"),
         ({"module": nn.Linear(3, 3)}, TypeError, r"nn\.Sequential"),

@@ -264,11 +264,11 @@ def test_what_is_estimated_says_so_and_sizes_are_those_of_meta(tmp_path: Any) ->
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"on": "H1000"}, "on='H1000' is unknown; there are V100-16GB, "),
+        ({"on": "H1000"}, "on='H1000' is unknown; known are V100-16GB, "),
         ({"on": 80}, "on=80 is unknown"),
         ({"on": "H100", "efficiency": 0}, "efficiency=0"),
         ({"on": "H100", "efficiency": 1.5}, "efficiency=1.5"),
-        ({"on": "H100", "dtype": torch.float64}, "H100 computes in torch.float64 is unknown"),
+        ({"on": "H100", "dtype": torch.float64}, "speed of H100 in torch.float64 is unknown"),
     ],
 )
 def test_what_is_unknown_is_refused(arguments: dict[str, Any], message: str) -> None:
@@ -276,7 +276,7 @@ def test_what_is_unknown_is_refused(arguments: dict[str, Any], message: str) -> 
     with pytest.raises(ValueError, match=message):
         estimated(nn.Sequential(nn.Linear(2, 2, dtype=dtype)), meta(2, 2, dtype=dtype), **arguments)
     for wrong in ({"bandwidth": 0}, {"launch": -1}):
-        with pytest.raises(ValueError, match="of mine is no such figure"):
+        with pytest.raises(ValueError, match="of mine must be positive"):
             DeviceSpec("mine", **{"half": 1e12, "single": 1e12, "bandwidth": 1e9, **wrong})
 
 

@@ -47,7 +47,7 @@ def test_what_is_saved_is_loaded(tmp_path: Path, encoding: str) -> None:
     whole().save(path)
     path.write_text(path.read_text(), encoding=encoding)
     assert Profile.load(path) == Profile.load(str(path)) == whole()
-    with pytest.raises(ValueError, match=r"samples=8.*says itself"):
+    with pytest.raises(ValueError, match=r"samples=8.*has its own"):
         Profile.load(path, samples=8)
 
 
@@ -94,7 +94,7 @@ def test_what_is_no_profile_is_refused_in_a_sentence(
     path.write_text(text)
     assert main(["plan", "--profile", str(path), "--devices", "2", "--batch-size", "8"]) == 2
     error = capsys.readouterr().err
-    assert error.startswith(f"python -m syncpipe plan: {path} is no profile (")
+    assert error.startswith(f"python -m syncpipe plan: {path} is not a profile (")
     assert "or a list of entries with name" in error
     assert error.count("\n") == 1
 
@@ -117,9 +117,9 @@ def test_numbers_that_are_none_are_named(key: str, value: Any) -> None:
         ({"layers": (layer("a", frozen_bytes=3),)}, "frozen_bytes of layer 'a' is 3, more than"),
         ({"layers": (layer("a", weight_share=2),)}, r"weight_share of layer 0 \('a'\) is 2.* to 1"),
         ({"layers": (layer("a", interpreter=-1),)}, r"interpreter of layer 0 \('a'\) is -1"),
-        ({"layers": (layer(3),)}, "name of layer 0.* is 3, no str"),  # type: ignore[arg-type]
+        ({"layers": (layer(3),)}, "name of layer 0.* is 3, not a str"),  # type: ignore[arg-type]
         ({"layers": ()}, "at least one layer"),
-        ({"device": 3}, "device of a profile is 3, no str"),
+        ({"device": 3}, "device of a profile is 3, not a str"),
         ({"source": "guessed"}, "source='guessed'"),
         ({"spread": -1.0}, "spread of a profile is -1.0"),
         ({"input_bytes": {4: 1}}, r"input_bytes of a profile is \{4: 1\}.*\[4, 8\]"),

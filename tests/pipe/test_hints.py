@@ -156,7 +156,7 @@ AUTO = r"pipe\.trace\(\).*schedules\.auto\("
         (two([1, 1], schedule="auto"), ValueError, AUTO),
         (call("train_batch", X, loss_fn=torch.mean, schedule="auto"), ValueError, AUTO),
         (two("time", devices=CPUS), ValueError, "give Pipe a sample="),
-        (two("uniform", sample=X, devices=CPUS), ValueError, "sample= is what balance='time'"),
+        (two("uniform", sample=X, devices=CPUS), ValueError, "balance='time' measures with"),
         (lambda: torch.jit.script(a_pipe()), TypeError, r"jit\.script\(pipe\[:\]\)"),
         (lambda: setattr(pipe := a_pipe(), "loss", nn.MSELoss()) or pipe(X), ValueError,
          "another module, loss, .*: del it, and keep it elsewhere"),

@@ -279,7 +279,7 @@ def test_a_number_of_devices(
         (True, {}, "list of devices"),
         (torch.device("cpu"), {}, "list of devices"),
         (["nowhere"], {}, "'nowhere' is not a device"),
-        (["meta"], {}, "free on meta cannot be found out .* give memory="),
+        (["meta"], {}, "free memory of meta is unknown .* memory="),
     ],
 )  # fmt: skip
 def test_what_cannot_be_is_refused(given: Any, options: dict[str, Any], message: str) -> None:
