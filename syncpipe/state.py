@@ -1,10 +1,10 @@
-"""All that a run of layers can change, and how it is put back.
+"""Snapshots of everything that a run of layers can change, and their restoration.
 
-restoring_settings   random states, and settings of the thread
-restoring_module     these, and all of a module but its parameters: modes, buffers, what hangs on it
-State                all of modules: parameters and gradients as well, and objects of the user's
+restoring_settings   random states and thread settings
+restoring_module     these, and a module's modes, buffers and attributes, but no parameters
+State                these, and the parameters, gradients and objects of the user's in modules
 
-What puts things back may be called more than once, in case Ctrl-C comes in the middle of it (see
+Functions that restore may run more than once, because Ctrl-C may interrupt them (see
 ``runtime.interrupts``).
 """
 
@@ -32,7 +32,7 @@ from syncpipe.runtime.thread_state import restoring_thread
 __all__ = ["SIMPLE", "State", "restoring_module", "restoring_settings", "same_bits", "same_value"]
 
 _T = TypeVar("_T")
-#: What is compared by its value.
+#: Types that are compared by value.
 SIMPLE = (int, float, complex, str, bytes, bool, type(None))
 _NO_STATE = (*SIMPLE, type, FunctionType, MethodType, ModuleType)
 _FOREIGN = {*sys.stdlib_module_names, "torch", "numpy", "syncpipe"}
@@ -41,10 +41,11 @@ _FOREIGN = {*sys.stdlib_module_names, "torch", "numpy", "syncpipe"}
 def restoring_settings(
     run: Callable[[], _T], devices: Iterable[torch.device], threads: int | None = None
 ) -> _T:
-    """Calls a function in training's settings; puts random states and settings back after it.
+    """Calls a function with grad mode on, then restores random states and thread settings.
 
-    Autocast is the caller's, but without its cache, which would outlive the copies of the layers.
-    Generators are those of the CPU and of ``devices``; ``threads`` is how many it has to compute.
+    Autocast stays as it is, without its cache, which would outlive copies of the layers.
+    ``threads`` is the number of intra-op threads during the call. The random states are those of
+    the CPU and of ``devices``.
     """
 
     def run_alone() -> _T:
@@ -53,7 +54,7 @@ def restoring_settings(
         torch.set_autocast_cache_enabled(False)
         with torch.inference_mode(False) if torch.is_inference_mode_enabled() else nullcontext():
             torch._C._set_grad_enabled(True)
-            return contextvars.copy_context().run(run)  # the store of skips is not left behind
+            return contextvars.copy_context().run(run)  # discards changes of the store of skips
 
     undo: list[Callable[[], Any]] = [
         partial(torch.set_autocast_cache_enabled, torch.is_autocast_cache_enabled()),
@@ -65,29 +66,29 @@ def restoring_settings(
     for device in [torch.device("cpu"), *devices]:
         found = Generators(device)
         generators.update(found.pick(found.all))
-    states = {key: _held(key, states_of, [generators[key]]) for key in generators}
+    states = {key: _with_lock(key, states_of, [generators[key]]) for key in generators}
 
     def put_back() -> None:
         for call in undo:
             call()
         for key, state in states.items():
-            _held(key, put_back_states, [generators[key]], state)
+            _with_lock(key, put_back_states, [generators[key]], state)
 
     return run_and_undo(lambda: restoring_thread(run_alone), put_back)
 
 
-def _held(key: tuple[str, int], call: Callable[..., _T], *args: Any) -> _T:
-    """Reads or sets the state of a generator while no layer has its own there."""
+def _with_lock(key: tuple[str, int], call: Callable[..., _T], *args: Any) -> _T:
+    """Reads or sets the state of a generator while no layer has leased it."""
     with LOCKS[key]:
         return call(*args)
 
 
 def restoring_module(module: nn.Module, run: Callable[[], _T], *, gradients: bool = False) -> _T:
-    """Calls a function that runs a module, and puts back what that changed, but for parameters.
+    """Calls a function that runs a module, then restores the module's modes, buffers, attributes.
 
-    Of these only the weights of embeddings that shorten their rows as they go (``max_norm``) are
-    put back, and if asked for ``gradients``, of which none are there meanwhile; objects of the
-    user's that hang on the module are not.
+    Of parameters it restores the weights of embeddings with ``max_norm``, which a forward changes,
+    and with ``gradients`` all ``.grad``, which are None during the call. It does not look into
+    objects of the user's.
     """
     renormed = {
         id(part.weight)
@@ -104,11 +105,12 @@ def restoring_module(module: nn.Module, run: Callable[[], _T], *, gradients: boo
 
 
 class State:
-    """Modules, by name, and all that is in them, as they are now; copied to the CPU's memory.
+    """A snapshot, in the CPU's memory, of modules and all that they refer to.
 
     Args:
-        leave: objects that are left alone.
-        objects: whether objects of the user's are looked into.
+        modules: by the prefix of their names.
+        leave: objects to leave out.
+        objects: whether to look into objects of the user's.
 
     Attributes:
         leaves: the tensors that get gradients.
@@ -119,10 +121,10 @@ class State:
     ) -> None:
         self._objects = objects
         self._undo: list[Callable[[], Any]] = []
-        self._looks: list[tuple[str, Callable[[], list[str]]]] = []
+        self._comparisons: list[tuple[str, Callable[[], list[str]]]] = []
         self._seen: dict[int, Any] = {id(thing): thing for thing in leave}
         self._pending: list[tuple[str, str, Any]] = []
-        self._hooks: list[dict[Any, Any]] = []  # steps of optimizers in backward, say
+        self._hooks: list[dict[Any, Any]] = []  # for example optimizer steps in backward
         self.leaves: list[Tensor] = []
         python: Any = random
         self._visit("attribute", "that of Python's random", python._inst)
@@ -133,15 +135,15 @@ class State:
             self._visit(*self._pending.pop())
 
     def add_leaf(self, leaf: Tensor) -> None:
-        """Another tensor that gets gradients."""
+        """Adds a tensor that gets gradients."""
         self._visit("attribute", "", leaf)
 
     def restoring(
         self, run: Callable[[], _T], devices: Iterable[torch.device], threads: int | None = None
     ) -> _T:
-        """As :func:`restoring_settings`, with no gradients there, and all put back as it was.
+        """As :func:`restoring_settings`; restores all of this snapshot as well.
 
-        Hooks that run when a gradient is there (``register_post_accumulate_grad_hook``) do not.
+        During the call all ``.grad`` are None, and no ``register_post_accumulate_grad_hook`` runs.
         """
 
         def alone() -> _T:
@@ -159,11 +161,11 @@ class State:
         return run_and_undo(lambda: restoring_settings(alone, devices, threads), undo)
 
     def changes(self) -> list[tuple[str, str]]:
-        """What is not what it was: of which kind, and where it is, from the layer on.
+        """The kind and path of everything that differs from the snapshot.
 
         Kinds are ``"generator"``, ``"parameter"``, ``"buffer"`` and ``"attribute"``.
         """
-        return [(kind, name) for kind, look in self._looks for name in look()]
+        return [(kind, name) for kind, changed in self._comparisons for name in changed()]
 
     # --- the walk --------------------------------------------------------------------------------
 
@@ -176,9 +178,9 @@ class State:
         elif isinstance(value, nn.Module):
             self._module(name, value)
         elif isinstance(value, torch.Generator):
-            self._keep("generator", name, value.get_state, value.set_state, torch.equal)
+            self._track("generator", name, value.get_state, value.set_state, torch.equal)
         elif isinstance(value, random.Random):
-            self._keep("generator", name, value.getstate, value.setstate)
+            self._track("generator", name, value.getstate, value.setstate)
         elif type(value).__module__.startswith("numpy"):
             self._numpy(kind, name, value)
         elif isinstance(value, dict):
@@ -194,7 +196,7 @@ class State:
         ):
             self._dict(kind, vars(value), lambda key: f"{name}.{key}")
 
-    def _keep(
+    def _track(
         self,
         kind: str,
         name: str,
@@ -202,14 +204,14 @@ class State:
         write: Callable[[Any], Any],
         same: Callable[[Any, Any], bool] = operator.eq,
     ) -> None:
-        """Has something put back, and looked at."""
+        """Registers a value to restore and to compare."""
         before = read()
         self._undo.append(lambda: write(before))
-        self._looks.append((kind, lambda: [] if same(read(), before) else [name]))
+        self._comparisons.append((kind, lambda: [] if same(read(), before) else [name]))
 
     def _module(self, name: str, module: nn.Module) -> None:
         prefix = f"{name}." if name else ""
-        if (inlined := getattr(module, "_inlined", None)) is not None:  # it shares its mode
+        if (inlined := getattr(module, "_inlined", None)) is not None:  # shares the training mode
             self._undo.append(partial(setattr, inlined, "training", inlined.training))
         if isinstance(module, torch.jit.ScriptModule):
             self._pending += [("parameter", prefix + n, p) for n, p in module.named_parameters()]
@@ -225,21 +227,21 @@ class State:
     def _tensor(self, kind: str, name: str, tensor: Tensor) -> None:
         if is_lazy(tensor):
             raise ValueError(
-                f"{name} is a lazy {kind} that has no value yet, and its first forward could not "
-                "be taken back: run the model once, pipe(input), and verify it then"
+                f"{name} is a lazy {kind} without a value yet, and its first forward could not be "
+                "undone: run the model once, pipe(input), and verify it then"
             )
         if tensor.is_meta:
             return
         data = tensor.data
         if data.layout is torch.strided:
             for dim, (size, stride) in enumerate(zip(data.shape, data.stride(), strict=True)):
-                if size > 1 and not stride:  # expanded: all of it is one place in memory
+                if size > 1 and not stride:  # expanded: all entries share memory
                     data = data.narrow(dim, 0, 1)
-        self._keep(kind, name, lambda: data.to("cpu", copy=True), data.copy_, same_bits)
+        self._track(kind, name, lambda: data.to("cpu", copy=True), data.copy_, same_bits)
         self.add_gradient(tensor)
 
     def add_gradient(self, tensor: Tensor) -> None:
-        """The gradient of a tensor, and what runs when there is one."""
+        """Adds the gradient of a tensor, and its hooks."""
         if tensor.is_leaf and (tensor.is_floating_point() or tensor.is_complex()):
             for own in ("requires_grad", "grad"):
                 self._undo.append(partial(setattr, tensor, own, getattr(tensor, own)))
@@ -255,14 +257,14 @@ class State:
             [getattr(kind, name) for name in ("clear", "update", "__setitem__")]
             for kind in (type(own), dict, OrderedDict)
         ]
-        if methods[0] in methods[1:]:  # a frozen config refuses some of them
+        if methods[0] in methods[1:]:  # a frozen config overrides some, to refuse changes
             self._undo += [own.clear, partial(own.update, before)]
 
         def changed() -> list[str]:
             keys = {**before, **own}
             return [name(key) for key in keys if not same_value(before.get(key), own.get(key))]
 
-        self._looks.append((kind, changed))
+        self._comparisons.append((kind, changed))
         self._pending += [(kind, name(key), value) for key, value in before.items()]
 
     def _container(self, kind: str, name: str, own: Any) -> None:
@@ -273,27 +275,27 @@ class State:
         def same(now: list[Any], before: list[Any]) -> bool:
             return len(now) == len(before) and all(map(same_value, now, before))
 
-        self._keep(kind, name, lambda: list(own), write, same)
+        self._track(kind, name, lambda: list(own), write, same)
         self._pending += [(kind, f"{name}[{k}]", item) for k, item in enumerate(own)]
 
     def _numpy(self, kind: str, name: str, value: Any) -> None:
         numpy = sys.modules["numpy"]
         if isinstance(value, numpy.ndarray) and value.flags.writeable:
-            self._keep(kind, name, value.copy, partial(numpy.copyto, value), numpy.array_equal)
+            self._track(kind, name, value.copy, partial(numpy.copyto, value), numpy.array_equal)
         source = getattr(value, "bit_generator", getattr(value, "_bit_generator", None))
         if source is not None:
 
             def same(now: Any, before: Any) -> bool:
-                return str(now) == str(before)  # there may be arrays in them
+                return str(now) == str(before)  # states may contain arrays
 
             write = partial(setattr, source, "state")
-            self._keep("generator", name, lambda: source.state, write, same)
+            self._track("generator", name, lambda: source.state, write, same)
 
 
 def same_value(a: Any, b: Any) -> bool:
-    """Whether it makes no difference that the second of two values is in the first one's place.
+    """Whether two values of an attribute count as unchanged: identical, or equal if simple.
 
-    A tensor may have been converted to another dtype (``self.mean = self.mean.to(x)``).
+    Tensors may differ in dtype (``self.mean = self.mean.to(x)``).
     """
     if isinstance(a, Tensor) and isinstance(b, Tensor):
         return a is b or (a.shape == b.shape and not a.is_meta and torch.equal(a.to(b), b))
@@ -301,7 +303,7 @@ def same_value(a: Any, b: Any) -> bool:
 
 
 def same_bits(a: Any, b: Any) -> bool:
-    """Whether two values are the same, to the last bit; of objects only the type is looked at."""
+    """Whether two values are equal to the last bit; of objects only types are compared."""
     if not isinstance(a, Tensor) or not isinstance(b, Tensor):
         return type(a) is type(b) and (not isinstance(a, SIMPLE) or a == b)
     if a.dtype != b.dtype or a.shape != b.shape:

@@ -1,4 +1,4 @@
-"""Skip connections that pass over layers, and over devices, without touching those in between.
+"""Skip connections between layers, sent directly from one device to another.
 
 A layer that sends or receives a skip is a class whose forward is a generator:
 
@@ -17,8 +17,9 @@ A layer that sends or receives a skip is a class whose forward is a generator:
 
     model = nn.Sequential(Remember(), nn.Linear(8, 8), nn.ReLU(), Add())
 
-The model runs as it is, and in a ``Pipe`` of any balance. To use such a pair several times in one
-model, give each pair a :class:`Namespace`: ``Remember().isolate(ns)``, ``Add().isolate(ns)``.
+The model runs as an ``nn.Sequential``, and in a ``Pipe`` of any balance. To use such a pair several
+times in one model, isolate each pair: ``ns = Namespace()``, ``Remember().isolate(ns)``,
+``Add().isolate(ns)``.
 """
 
 from .layout import verify_skippables

@@ -1,5 +1,4 @@
-"""The skips of a sequence of layers: what each layer sends and receives, whether that fits, and
-which skips travel between partitions."""
+"""The skips of a sequence of layers, their faults, and the skips that cross partitions."""
 
 from __future__ import annotations
 
@@ -17,16 +16,13 @@ from .store import SkipKey, describe
 class LayerSkips(NamedTuple):
     """The skips of a top-level layer, those of its submodules included."""
 
-    stashed: tuple[SkipKey, ...]  #: that it sends to later layers
-    popped: tuple[SkipKey, ...]  #: that it receives from earlier layers
-    internal: tuple[SkipKey, ...]  #: that one of its submodules sends to another
+    stashed: tuple[SkipKey, ...]  #: sent to later layers
+    popped: tuple[SkipKey, ...]  #: received from earlier layers
+    internal: tuple[SkipKey, ...]  #: sent from one of its submodules to another
 
 
 def layer_skips(layer: nn.Module) -> LayerSkips:
-    """What a layer exchanges with other layers, and what it keeps to itself.
-
-    A name that one and the same module stashes and pops is a fault, and is left out here.
-    """
+    """The skips of a layer, without those that a single module both stashes and pops (a fault)."""
     stashed: Counter[SkipKey] = Counter()
     popped: Counter[SkipKey] = Counter()
     for _, module in modules_outside_pipes(layer):
@@ -42,23 +38,20 @@ def layer_skips(layer: nn.Module) -> LayerSkips:
 
 
 def modules_outside_pipes(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """A layer and its submodules with their paths, each once, nested pipes left out."""
+    """A layer and its submodules with their paths, each once, without nested pipes."""
     seen = {m for m in module.modules() if getattr(type(m), "_syncpipe_skips_are_internal", False)}
     return module.named_modules(seen)  # type: ignore[no-any-return]
 
 
 class SkipLayout(NamedTuple):
-    """The skips that cross from one partition to another; all others stay inside one."""
+    """The skips that cross from one partition to another."""
 
-    incoming: tuple[dict[SkipKey, int], ...]  #: what each stage pops, and which stage stashes that
-    outgoing: tuple[dict[SkipKey, int], ...]  #: what each stage stashes, and which stage pops that
+    incoming: tuple[dict[SkipKey, int], ...]  #: for each stage: a skip it pops -> its source
+    outgoing: tuple[dict[SkipKey, int], ...]  #: for each stage: a skip it stashes -> its target
 
 
 def inspect_layout(partitions: Sequence[nn.Sequential | Sequence[nn.Module]]) -> SkipLayout:
-    """Works out which skips travel between which partitions, the layers of each stage.
-
-    Together they have to be free of the faults that :func:`verify_skippables` reports.
-    """
+    """Finds the skips between partitions, which must have passed :func:`verify_skippables`."""
     layout = SkipLayout(tuple({} for _ in partitions), tuple({} for _ in partitions))
     source: dict[SkipKey, int] = {}
     for stage, partition in enumerate(partitions):
@@ -73,16 +66,15 @@ def inspect_layout(partitions: Sequence[nn.Sequential | Sequence[nn.Module]]) ->
 
 
 def verify_skippables(module: nn.Sequential) -> None:
-    """Check the skips of a model; ``Pipe`` does this by itself.
+    """Check the skips of a model. ``Pipe`` calls this itself.
 
-    Skips of submodules count as skips of the top-level layer around them, except those inside a
-    nested pipe. A skip that one submodule stashes and another one of the same layer pops is that
-    layer's own affair.
+    Skips of submodules count as skips of their top-level layer, except inside a nested pipe. Skips
+    from one submodule of a layer to another one are internal to the layer.
 
     Raises:
-        TypeError: not an ``nn.Sequential``; or a skip is stashed or popped twice, both by the same
-            layer, never popped by a later layer, or never stashed by an earlier one. The message
-            lists all faults, one per line, in the order of the layers.
+        TypeError: ``module`` is not an ``nn.Sequential``; or a skip is stashed or popped twice,
+            stashed and popped by one module, never popped by a later layer, or never stashed by an
+            earlier one. The message lists all faults, one per line, in the order of the layers.
     """
     if not isinstance(module, nn.Sequential):
         raise TypeError(
@@ -91,7 +83,7 @@ def verify_skippables(module: nn.Sequential) -> None:
         )
     labels: list[str] = []
     faults: list[tuple[int, str]] = []  # with the index of the layer, or of the second one
-    # For each skip the layers that stash it, that pop it, and that do both inside themselves.
+    # For each skip the layers that stash it, that pop it, and that use it internally.
     uses: dict[SkipKey, tuple[list[int], ...]] = defaultdict(lambda: ([], [], []))
     # Not named_children(): it leaves out the second use of a layer that is used twice.
     for k, (name, layer) in enumerate(module._modules.items()):
@@ -122,7 +114,7 @@ def verify_skippables(module: nn.Sequential) -> None:
 
 
 def _faults_inside(layer: nn.Module) -> Iterator[str]:
-    """What is wrong with a layer whatever the others do."""
+    """The faults of a layer that do not depend on other layers."""
     for path, module in modules_outside_pipes(layer):
         where = f", in its submodule {path!r} ({type(module).__name__})," if path else ""
         for key in stashes(module):

@@ -14,15 +14,14 @@ from . import store
 from .store import Namespace, SkipKey, describe
 
 M = TypeVar("M", bound=nn.Module)
-_SKIPS = "_syncpipe_skips"  #: what a class, or a module, declares
+_SKIPS = "_syncpipe_skips"  #: the attribute of a class, or a module, with its Declaration
 
 
 @dataclass(slots=True, eq=False)
 class stash:
-    """Send a value to the later layer that pops this name: ``yield stash(name, value)``.
+    """Send any value to the later layer that pops this name: ``yield stash(name, value)``.
 
-    The name is one of those declared as ``@skippable(stash=[...])``, the value anything that the
-    popping layer understands.
+    The name must be declared: ``@skippable(stash=[name])``.
     """
 
     name: str
@@ -33,7 +32,7 @@ class stash:
 class pop:
     """Take the value that an earlier layer stashed: ``value = yield pop(name)``.
 
-    The name is one of those declared as ``@skippable(pop=[...])``.
+    The name must be declared: ``@skippable(pop=[name])``.
     """
 
     name: str
@@ -41,7 +40,7 @@ class pop:
 
 @dataclass(frozen=True)
 class Declaration:
-    """The names that a forward stashes and pops, in the order in which they were declared."""
+    """The names that a forward stashes and pops, in declaration order."""
 
     stash: tuple[str, ...] = ()
     pop: tuple[str, ...] = ()
@@ -55,29 +54,32 @@ class Declaration:
 def skippable(stash: Iterable[str] = (), pop: Iterable[str] = ()) -> Callable[[type[M]], type[M]]:
     """Declare which skips a layer stashes and pops.
 
-    The forward of the decorated class is a generator function. It says ``yield stash(name,
-    value)`` to send a value past the layers that follow, ``value = yield pop(name)`` to receive
-    one, and returns its output. Each declared name has to be stashed or popped exactly once in
-    every forward; where there is nothing to send, stash None.
+    The forward of the decorated class is a generator function. It sends a value past the layers
+    that follow by ``yield stash(name, value)``, receives one by ``value = yield pop(name)``, and
+    returns its output. Each forward must stash or pop each declared name exactly once. Stash None
+    if there is nothing to send.
 
-    The class is changed in place and returned: its ``forward`` can be called like that of any
-    other layer, and it gets a method ``isolate(namespace, *, only=None)``. A subclass inherits
-    the skips along with the forward. If it overrides forward, decorate it again, with the names of
-    all skips that then happen: those of ``super().forward``, if it calls that, as well.
+    The class is changed in place and returned: its ``forward`` is called as that of any other
+    layer, and it gets a method ``isolate(namespace, *, only=None)``. A subclass inherits the skips
+    and the forward. If it overrides forward, decorate it again with the names of all its skips,
+    including those of ``super().forward`` if it calls that.
 
     Args:
         stash: names of the skips that the layer sends.
         pop: names of the skips that the layer receives.
+
+    Raises:
+        TypeError, ValueError: a name is not a string or is listed twice, or the class does not fit.
     """
     declaration = Declaration(_checked_names(stash, "stash"), _checked_names(pop, "pop"))
 
     def decorate(cls: type[M]) -> type[M]:
-        _refuse_unfit(cls, declaration)
+        _check_class(cls, declaration)
         forward, own = cls.forward, "forward" in cls.__dict__
         if hasattr(cls, _SKIPS) and not own:
             forward = getattr(forward, "__wrapped__", forward)  # the base's, under new names
         if inspect.isgeneratorfunction(forward):
-            cls.forward = _driven(forward, declaration, _inherited(cls))
+            cls.forward = _wrap_generator(forward, declaration, _inherited(cls))
         for name, value in ((_SKIPS, declaration), ("isolate", _isolate)):
             setattr(cls, name, value)
         return cls
@@ -86,17 +88,17 @@ def skippable(stash: Iterable[str] = (), pop: Iterable[str] = ()) -> Callable[[t
 
 
 def is_skippable(module: nn.Module) -> bool:
-    """Whether a module was decorated, by its class or one that this inherits from."""
+    """Whether the class of a module, or a base class, is decorated."""
     return _SKIPS in module.__dict__ or hasattr(type(module), _SKIPS)
 
 
 def stashes(module: nn.Module) -> list[SkipKey]:
-    """The skips that this very module stashes, in order; submodules are not asked."""
+    """The skips that this module, without its submodules, stashes, in order."""
     return [_key_of(module, name) for name in _declared_by(module).stash]
 
 
 def pops(module: nn.Module) -> list[SkipKey]:
-    """The skips that this very module pops, in order; submodules are not asked."""
+    """The skips that this module, without its submodules, pops, in order."""
     return [_key_of(module, name) for name in _declared_by(module).pop]
 
 
@@ -114,12 +116,12 @@ def _declared_by(module: nn.Module) -> Declaration:
 
 
 def _inherited(cls: type) -> set[str]:
-    """The names of skips of all forwards that a class overrides."""
+    """The names of all skips that the base classes declare."""
     return {name for base in cls.__mro__[1:] for name in getattr(base, _SKIPS, Declaration()).names}
 
 
 def _key_of(module: nn.Module, name: str) -> SkipKey:
-    """The skip that a layer means by a name, given how it was isolated."""
+    """The skip of a name in a layer: the name, with the namespace it was isolated in."""
     namespaces: Mapping[str, Namespace] = module.__dict__.get("_skip_namespaces", {})
     return namespaces.get(name), name
 
@@ -137,7 +139,7 @@ def _checked_names(names: Iterable[str], argument: str) -> tuple[str, ...]:
     return checked
 
 
-def _refuse_unfit(cls: object, declaration: Declaration) -> None:
+def _check_class(cls: object, declaration: Declaration) -> None:
     if not (isinstance(cls, type) and issubclass(cls, nn.Module)):
         raise TypeError(f"@skippable decorates subclasses of nn.Module, not {cls!r}")
     forward = cls.forward
@@ -156,10 +158,10 @@ def _refuse_unfit(cls: object, declaration: Declaration) -> None:
 
 
 def _isolate(self: M, namespace: Namespace, *, only: Iterable[str] | None = None) -> M:
-    """Puts the skips of this layer into a namespace.
+    """Puts skips of this layer into a namespace, and returns the layer.
 
-    A skip that is in one already moves to this one. ``only`` names the skips to put there, None all
-    of the layer; later calls add to it. Returns the layer itself.
+    ``only`` lists the names of the skips to put there, None all of the layer. Later calls add
+    skips, and move a skip that is in another namespace.
     """
     if not isinstance(namespace, Namespace):
         raise TypeError(f"isolate() takes a Namespace(), not {namespace!r}")
@@ -171,7 +173,7 @@ def _isolate(self: M, namespace: Namespace, *, only: Iterable[str] | None = None
             f"only={list(chosen)!r}: {type(self).__name__} does not declare {unknown}; "
             f"its skips are {list(declared)}"
         )
-    # A new dictionary each time: a shallow copy of the layer may share the old one.
+    # A new dictionary, because a shallow copy of the layer may share the old one.
     old: Mapping[str, Namespace] = self.__dict__.get("_skip_namespaces", {})
     self.__dict__["_skip_namespaces"] = {**old, **dict.fromkeys(chosen, namespace)}
     return self
@@ -180,14 +182,14 @@ def _isolate(self: M, namespace: Namespace, *, only: Iterable[str] | None = None
 _isolate.__name__, _isolate.__qualname__ = "isolate", "skippable.isolate"
 
 
-def _driven(
+def _wrap_generator(
     generator_forward: Callable[..., Generator[Any, Any, Any]],
     declaration: Declaration,
     inherited: set[str],
 ) -> Callable[..., Any]:
-    """The forward that callers see: it runs the generator and does what it yields.
+    """The forward to call: runs the generator, and stashes and pops what it yields.
 
-    What a forward that it overrides stashes or pops, may be done by that one.
+    The forward of a base class may stash or pop the ``inherited`` names itself.
     """
 
     @functools.wraps(generator_forward)
@@ -207,12 +209,12 @@ def _driven(
         except StopIteration as stop:
             output = stop.value
         finally:
-            generator.close()  # leaves the 'with' blocks of the generator now, whatever happened
+            generator.close()  # leaves the 'with' blocks of the generator now, also after an error
         if missed := [f"{verb} {name!r}" for verb, name in left if name not in inherited]:
             raise RuntimeError(
                 f"{type(self).__name__} declares skips, but its forward did not "
-                f"{' nor '.join(missed)}: stash None if there is nothing to send, and pop also "
-                "what is not used"
+                f"{' nor '.join(missed)}: stash None if there is nothing to send, and pop values "
+                "that are not used"
             )
         return output
 
@@ -222,7 +224,7 @@ def _driven(
 def _cross_off(
     layer: nn.Module, command: Any, declaration: Declaration, left: list[tuple[str, str]]
 ) -> None:
-    """Takes what a forward yields from the list of what it has yet to do."""
+    """Removes what a forward yields from the list of stashes and pops that are left."""
     cls, verb = type(layer).__name__, type(command).__name__
     if type(command) not in (stash, pop):
         raise TypeError(

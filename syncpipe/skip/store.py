@@ -1,8 +1,8 @@
-"""What identifies a skip, and where its value lives between the layers that stash and pop it.
+"""Identifiers of skips, and the store of their values between stash and pop.
 
-A pipe lays out a dictionary for each stage and micro-batch and makes it the current store while
-the stage runs. Without a current store (skippable layers in a plain ``nn.Sequential``) values are
-held per thread, and no longer than the module that stashed them lives.
+A pipe makes a dictionary for each stage and micro-batch the current store while the stage runs.
+Without a current store (skippable layers in an ``nn.Sequential``) each thread keeps values, at most
+as long as the module that stashed them lives.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ from torch import nn
 
 @dataclass(frozen=True, repr=False)
 class Namespace:
-    """A token that sets the skips of some layers apart from all other skips.
+    """A token that separates the skips of some layers from all other skips.
 
-    Two skips are the same only if they have the same name and the same namespace, so a block
-    with skips inside can be used several times in a model: give every use a namespace of its own.
+    Two skips are the same only if they have the same name and the same namespace. To use a block
+    with skips several times in a model, isolate each use in a namespace of its own.
 
     Every ``Namespace()`` differs from every other. A copy (``copy``, ``deepcopy``, pickle) equals
-    its original, so layers that share a namespace still share it after they were copied.
+    its original, so copies of layers that share a namespace still share one.
     """
 
-    # uuid4 draws from the operating system: it moves no random generator that a user seeds.
+    # uuid4 draws from the operating system, and so advances no seeded generator.
     _id: UUID = field(default_factory=uuid4, init=False)
 
     def __repr__(self) -> str:
@@ -36,11 +36,11 @@ class Namespace:
 
 
 SkipKey = tuple[Namespace | None, str]
-"""What identifies a skip: the namespace, None for the common one, and the name."""
+"""The identifier of a skip: its namespace, None for the common one, and its name."""
 
 
 def describe(key: SkipKey) -> str:
-    """Writes a skip the way error messages show it."""
+    """The text for a skip in error messages."""
     namespace, name = key
     return repr(name) if namespace is None else f"{name!r} in {namespace!r}"
 
@@ -51,9 +51,9 @@ _current: ContextVar[Store | None] = ContextVar("syncpipe_skip_store", default=N
 
 
 class use_store:
-    """Makes ``store`` the place of skips within a ``with`` block, on this thread only.
+    """Makes ``store`` the current store of this thread within a ``with`` block.
 
-    A stash writes ``store[key]``, a pop removes it. Blocks can be nested: the innermost counts.
+    A stash writes ``store[key]``, a pop removes it. The innermost of nested blocks counts.
     """
 
     __slots__ = ("_store", "_token")
@@ -69,8 +69,8 @@ class use_store:
         _current.reset(self._token)
 
 
-class _Held(threading.local):
-    """The values of one thread outside any pipe, by the module that stashed them."""
+class _ThreadStores(threading.local):
+    """The stores of one thread outside of pipes, by the module that stashed."""
 
     def __init__(self) -> None:
         self.stores: WeakKeyDictionary[nn.Module, Store] = WeakKeyDictionary()
@@ -81,37 +81,37 @@ class _Held(threading.local):
         return stores[0].pop(key)
 
 
-_held = _Held()
+_thread_stores = _ThreadStores()
 
 
 def current_store() -> Store | None:
-    """The place of skips within the innermost ``use_store`` of this thread."""
+    """The store of the innermost ``use_store`` of this thread, None outside of all."""
     return _current.get()
 
 
 def put(key: SkipKey, value: Any, layer: nn.Module) -> None:
-    """Stashes a value on behalf of ``layer``; what another one stashed there is gone."""
+    """Stashes a value for ``layer``, in place of one that another layer stashed."""
     store = _current.get()
     if store is None:
-        for other in _held.stores.values():
+        for other in _thread_stores.stores.values():
             other.pop(key, None)
-        store = _held.stores.setdefault(layer, {})
+        store = _thread_stores.stores.setdefault(layer, {})
     store[key] = value
 
 
 def take(key: SkipKey, layer: nn.Module) -> Any:
-    """Removes and returns a value on behalf of ``layer``.
+    """Removes and returns a value for ``layer``.
 
     Raises:
         RuntimeError: nothing is stashed under this key.
     """
     store = _current.get()
     try:
-        return (_held if store is None else store).pop(key)
+        return (_thread_stores if store is None else store).pop(key)
     except KeyError:
         pass
     raise RuntimeError(
         f"{type(layer).__name__} pops skip {describe(key)}, but no layer before it stashed that "
         "(a stash can be popped once): put a layer that stashes it before this one, in the same "
-        "namespace; verify_skippables(model) reports every skip without a partner"
+        "namespace. verify_skippables(model) reports every skip without a partner"
     )

@@ -227,7 +227,7 @@ def test_nan_in_a_checkpoint_is_named_and_loaded_where_there_are_values(tmp_path
     nn.init.constant_(plain[2].weight, torch.nan)
     checkpoints.save(plain, tmp_path)
     layers = listed("meta")
-    with pytest.raises(ValueError, match=r"model\.safetensors: 2\.weight has NaN in it"):
+    with pytest.raises(ValueError, match=r"model\.safetensors: 2\.weight contains NaN"):
         Pipe(layers, [1, 2], devices=TWO, init_fn=checkpoints.reader(layers, tmp_path))
     loaded = listed()
     checkpoints.load(loaded, tmp_path)
