@@ -380,7 +380,7 @@ def entries(tree: Any) -> Iterator[tuple[Callable[[Any, Any], Any], Any, Any]]:
         yield getattr if dots else operator.getitem, key, value
 
 
-def parts_of(batch: Any, sizes: list[int]) -> Sequence[Any]:
+def cut_batch(batch: Any, sizes: list[int]) -> Sequence[Any]:
     """A batch of a registered class, cut into parts of these sizes."""
     kind: Any = batch_kind(batch)
     parts = list(kind.cut(batch, sizes)) if len(sizes) > 1 else [batch]
@@ -393,17 +393,19 @@ def parts_of(batch: Any, sizes: list[int]) -> Sequence[Any]:
     return parts
 
 
-def joined(batches: list[Any]) -> Any:
+def join_batches(batches: list[Any]) -> Any:
     """Several batches of a registered class as one."""
     kind: Any = batch_kind(batches[0])
     return kind.join(batches)
 
 
-def batch_of(batch: Any, size: int) -> Any:
+def repeated_batch(batch: Any, size: int) -> Any:
     """So many samples of a batch of a registered class, again and again."""
     own = samples_of(batch) or 1
     times, rest = divmod(size, own)
-    return joined([batch] * times + ([parts_of(batch, [rest, own - rest])[0]] if rest else []))
+    return join_batches(
+        [batch] * times + ([cut_batch(batch, [rest, own - rest])[0]] if rest else [])
+    )
 
 
 def _shares(leaf: Any, chunks: int) -> list[int]:
@@ -416,7 +418,11 @@ def _shares(leaf: Any, chunks: int) -> list[int]:
 def _pieces(leaf: Any, chunks: int, m: int) -> Sequence[Any]:
     if isinstance(leaf, Tensor):
         return leaf.chunk(chunks)
-    return parts_of(leaf, _shares(leaf, chunks)) if batch_kind(leaf) else (bare(leaf),) * m
+    return (
+        cut_batch(leaf, _shares(leaf, chunks))
+        if batch_kind(leaf)
+        else (without_no_chunk(leaf),) * m
+    )
 
 
 def scatter(input: Any, chunks: int) -> list[Any]:
@@ -449,10 +455,10 @@ def unwrapped(micro_batch: Any) -> tuple[Any, int]:
     """A micro-batch as the layers get it, and the number of samples in it."""
     leaves, structure = flatten(micro_batch, batches=True)
     sizes = [size for leaf in leaves if (size := samples_of(leaf)) is not None]
-    return unflatten(map(bare, leaves), structure), sizes[0] if sizes else 1
+    return unflatten(map(without_no_chunk, leaves), structure), sizes[0] if sizes else 1
 
 
-def bare(leaf: Any) -> Any:
+def without_no_chunk(leaf: Any) -> Any:
     """What a ``NoChunk`` holds, and anything else itself."""
     return leaf.tensor if isinstance(leaf, NoChunk) else leaf
 
@@ -468,7 +474,7 @@ def _scattered(tree: Any, chunks: int, named: dict[str, Any]) -> tuple[list[Any]
         if not row or [n * sum(sizes) for n in row] != [n * sum(row) for n in sizes]:
             raise ValueError(_cannot_scatter(named, chunks))
     if (m := len(sizes)) == 1:
-        return [unflatten(map(bare, leaves), structure)], sizes
+        return [unflatten(map(without_no_chunk, leaves), structure)], sizes
     columns = [_pieces(leaf, chunks, m) for leaf in leaves]
     return [unflatten(row, structure) for row in zip(*columns, strict=True)], sizes
 
@@ -603,7 +609,7 @@ def samples_elsewhere(
 def _gathered(row: Sequence[Any], output: Any, k: int) -> Any:
     """What the micro-batches gave at the ``k``-th leaf of the output, as one value."""
     if batch_kind(row[0]):
-        return joined(list(row))
+        return join_batches(list(row))
     if not any(isinstance(value, Tensor) for value in row):
         return _common(row, output, k)
     strangers = [type(value).__name__ for value in row if not isinstance(value, Tensor)]
@@ -696,29 +702,29 @@ def place_of(tensor: Tensor) -> Any:
     return (storage_of(tensor), *region, tensor.requires_grad)
 
 
-def users_of(tensor: Tensor) -> int:
+def storage_users(tensor: Tensor) -> int:
     """How many tensors use the memory of one, itself included; 0 where it has no storage."""
     if not torch._C._has_storage(tensor):  # a sparse one
         return 0
-    return int(torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)) - _ASKING
+    return int(torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)) - _OWN_COUNT
 
 
-_ASKING = 0  # in some versions who asks counts, too
-_ASKING = users_of(torch.empty(1)) - 1
+_OWN_COUNT = 0  # uses that the query itself adds, by PyTorch version
+_OWN_COUNT = storage_users(torch.empty(1)) - 1
 
 
-def is_part(tensor: Tensor) -> bool:
+def is_slice(tensor: Tensor) -> bool:
     """Whether it is a part of a larger memory, with others that count versions with it."""
     has_storage = bool(torch._C._has_storage(tensor))
     return has_storage and tensor.untyped_storage().nbytes() > tensor.nbytes
 
 
-def compact(tensor: Tensor) -> Tensor:
+def own_storage(tensor: Tensor) -> Tensor:
     """A tensor to keep: a copy if it is a part of a larger memory, which would stay as well."""
-    return tensor.clone() if type(tensor) is Tensor and is_part(tensor) else tensor
+    return tensor.clone() if type(tensor) is Tensor and is_slice(tensor) else tensor
 
 
-def disguised(tensor: Tensor, value: Tensor) -> Tensor:
+def with_class_of(tensor: Tensor, value: Tensor) -> Tensor:
     """A value as one of the class of ``tensor``, and with the very same attributes."""
     value = value if type(value) is type(tensor) else value.as_subclass(type(tensor))
     value.__dict__ = tensor.__dict__

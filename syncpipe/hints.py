@@ -21,8 +21,8 @@ from syncpipe.runtime.errors import annotate
 from syncpipe.runtime.thread_state import uncompiled
 
 __all__ = [
-    "FixedLayers", "FixedList", "check_setting", "explained", "outside", "refuse_backward",
-    "target_hint", "unknown_attribute", "warn_of_counts",
+    "FixedLayers", "FixedList", "caller_stacklevel", "check_setting", "refuse_backward",
+    "target_hint", "unknown_attribute", "warn_of_counts", "with_hints",
 ]  # fmt: skip
 
 _P = ParamSpec("_P")
@@ -84,7 +84,7 @@ _ATTRIBUTES = {
 }
 
 
-def explained(function: Callable[_P, _R]) -> Callable[_P, _R]:
+def with_hints(function: Callable[_P, _R]) -> Callable[_P, _R]:
     """Has a method refuse arguments that it does not have by a sentence that names what is meant.
 
     Its signature stays as it is, for readers, editors and type checkers.
@@ -246,11 +246,11 @@ def warn_of_counts(name: str, values: Sequence[Any]) -> None:
             f"the metric {name!r} is an integer, and what comes back is the mean over "
             f"{len(values)} micro-batches, as of the loss: return a rate, and no count; or a "
             "tensor of one dimension, to have a list of them",
-            stacklevel=outside(),
+            stacklevel=caller_stacklevel(),
         )
 
 
-def outside() -> int:
+def caller_stacklevel() -> int:
     """The stack level, for warnings, of whoever called the package."""
     inside = str(Path(__file__).parent), str(Path(torch.__file__).parent)
     level, frame = 1, sys._getframe(1)

@@ -15,7 +15,7 @@ from typing import Any, cast
 from torch import nn
 
 from syncpipe.balance.balances import balance_named
-from syncpipe.hints import FixedLayers, outside
+from syncpipe.hints import FixedLayers, caller_stacklevel
 from syncpipe.layers import placement
 from syncpipe.layers.batchnorm import defer_batch_norm
 from syncpipe.layers.conversion.signature import batch_input
@@ -147,7 +147,7 @@ def _sizes(asked: Layout, module: nn.Sequential, sample: Any) -> list[int]:
         )
     if asked.devices is None and len(devices) == 1:
         text = f"balance={balance!r} makes a partition for each device, and there is one: name more"
-        warnings.warn(text, stacklevel=outside())
+        warnings.warn(text, stacklevel=caller_stacklevel())
     if not isinstance(replicas, int) and len(set(replicas)) > 1:
         raise ValueError(
             f"balance={balance!r} makes stages that are alike, but replicas={list(replicas)} are "

@@ -21,12 +21,12 @@ from torch.optim import Optimizer
 from syncpipe.data import tensors_in
 from syncpipe.hints import (
     FixedList,
+    caller_stacklevel,
     check_setting,
-    explained,
-    outside,
     refuse_backward,
     target_hint,
     unknown_attribute,
+    with_hints,
 )
 from syncpipe.layers.batchnorm import defer_batch_norm
 from syncpipe.layers.conversion.layer import ModelNames
@@ -171,7 +171,7 @@ class Pipe(ModelNames):
 
     _syncpipe_skips_are_internal = True
 
-    @explained
+    @with_hints
     def __init__(
         self,
         module: Layers,
@@ -295,7 +295,7 @@ class Pipe(ModelNames):
                     "the nn.Sequential that this pipe was made of has other layers now "
                     f"({len(source)}, was {len(layers)}), and the pipe keeps those that it was "
                     "given: make another Pipe, or change pipe[k]",
-                    stacklevel=outside(),
+                    stacklevel=caller_stacklevel(),
                 )
         if not same_layers(self._modules, self._layout.layers):
             self._change()
@@ -456,7 +456,7 @@ class Pipe(ModelNames):
         self, input: Any = None, target: Any = None, *, loss_fn: Any, **more: Unpack[_Either]
     ) -> Any: ...
 
-    @explained
+    @with_hints
     def train_batch(
         self,
         input: Any = None,
@@ -567,7 +567,7 @@ class Pipe(ModelNames):
         self, input: Any = None, *, loss_fn: None = None, data_iter: Iterable[Any] | None = None
     ) -> Any: ...
 
-    @explained
+    @with_hints
     def eval_batch(
         self,
         input: Any = None,
@@ -613,7 +613,7 @@ class Pipe(ModelNames):
         alone = self._is_single_process(global_loss) or not global_loss
         return step() if alone else self._averaging.eval_batch(step)
 
-    @explained
+    @with_hints
     def train_stream(
         self,
         data_iter: Iterable[Any],
@@ -810,7 +810,7 @@ class Pipe(ModelNames):
                 f"this is one of {size} processes, and train_batch averages its gradients with "
                 "none of them, also in DistributedDataParallel, unless you call "
                 "syncpipe.distributed.data_parallel(pipe). Ignore this if it is to train alone",
-                stacklevel=outside(),
+                stacklevel=caller_stacklevel(),
             )
 
     # --- a module --------------------------------------------------------------------------------

@@ -40,12 +40,12 @@ from syncpipe.balance.stored import LiveMemory, StoredMemory, record_saved, size
 from syncpipe.data import (
     NoChunk,
     batch_kind,
-    batch_of,
     clones,
     described,
     distinct,
     flatten,
     map_tensors,
+    repeated_batch,
     samples_of,
     scatter,
     tensors_in,
@@ -257,7 +257,7 @@ def resized(sample: Any, size: int, device: torch.device | None = None) -> Any:
             part = leaf.detach()[rows].to(device or leaf.device)
             made[id(leaf)] = part.requires_grad_(leaf.requires_grad)
         elif batch_kind(leaf):
-            own = batch_of(leaf, size * (samples_of(leaf) or 0) // samples)
+            own = repeated_batch(leaf, size * (samples_of(leaf) or 0) // samples)
             made[id(leaf)] = map_tensors(lambda ts: [copy_of_tensor(t, device) for t in ts], own)
     return unflatten([made.get(id(leaf), leaf) for leaf in leaves], spec)
 

@@ -34,7 +34,7 @@ from syncpipe.data import by_name, clones, described, flatten, map_tensors, tens
 from syncpipe.distributed.peers import Peers, checked_number, given_group
 from syncpipe.distributed.private import PyTorchStage, check_pipelining, timeout_of
 from syncpipe.distributed.schedules import may_weigh, schedule_over
-from syncpipe.hints import outside
+from syncpipe.hints import caller_stacklevel
 from syncpipe.layers.conversion.layer import ModelNames
 from syncpipe.layers.conversion.signature import batch_input
 from syncpipe.layers.listing import (
@@ -469,7 +469,7 @@ class Stages(ModelNames):
                 "torch.nn.utils.clip_grad_norm_(mine.parameters(), max_norm) clips the gradients "
                 "of each rank by its own norm, not by that of the whole model: "
                 "mine.clip_grad_norm_(max_norm), called on all ranks, does that",
-                stacklevel=outside(),
+                stacklevel=caller_stacklevel(),
             )
         yield from super().parameters(recurse)
 

@@ -27,7 +27,7 @@ import torch
 from torch import Tensor, nn
 
 from syncpipe.data import places_of
-from syncpipe.hints import outside
+from syncpipe.hints import caller_stacklevel
 from syncpipe.layers.placement import check_module
 from syncpipe.layers.ties import move_layers
 from syncpipe.runtime.errors import annotate
@@ -477,7 +477,7 @@ def _exchange(old: Any, new: Any, name: str) -> bool:
         warnings.warn(
             f"{name} was on meta, and another tensor with values is in its place now ({error}): an "
             "optimizer that was made before would not train it; make it of pipe.parameters()",
-            stacklevel=outside(),
+            stacklevel=caller_stacklevel(),
         )
         return False
     return True

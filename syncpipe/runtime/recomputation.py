@@ -43,11 +43,11 @@ from syncpipe.data import (
     attributes_of,
     clones,
     described,
-    disguised,
-    is_part,
+    is_slice,
     map_tensors,
     objects_in,
     tensors_in,
+    with_class_of,
 )
 from syncpipe.runtime.errors import annotate
 from syncpipe.runtime.graph import nodes_of
@@ -306,14 +306,14 @@ def _other_modules(then: list[nn.Module], now: list[nn.Module], where: object) -
 def is_small(buffer: Tensor) -> bool:
     """Whether a buffer is copied before each forward. A part of a storage has no own version."""
     size = buffer.numel() * buffer.itemsize
-    return not buffer.requires_grad and (size <= SMALL or is_part(buffer))
+    return not buffer.requires_grad and (size <= SMALL or is_slice(buffer))
 
 
 def copy_of(buffer: Tensor, made: dict[int, Tensor]) -> Tensor:
     """A copy of a buffer; ``made`` keeps a buffer that two modules share one buffer."""
     if id(buffer) not in made:
         copied = buffer.detach().clone()
-        made[id(buffer)] = disguised(buffer, copied) if buffer.__dict__ else copied
+        made[id(buffer)] = with_class_of(buffer, copied) if buffer.__dict__ else copied
     return made[id(buffer)]
 
 

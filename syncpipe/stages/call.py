@@ -19,7 +19,14 @@ from torch import Tensor, nn
 from torch.autograd import forward_ad
 from torch.nn.parameter import is_lazy
 
-from syncpipe.data import disguised, distinct, hidden_tensor, map_tensors, objects_in, tensors_in
+from syncpipe.data import (
+    distinct,
+    hidden_tensor,
+    map_tensors,
+    objects_in,
+    tensors_in,
+    with_class_of,
+)
 from syncpipe.layers.batchnorm import MiniBatchStatistics
 from syncpipe.layers.ties import check_replicas
 from syncpipe.options import Selective, StageMode
@@ -130,7 +137,7 @@ def plain(
     ties = pipeline.shared.find()
     for run in runs:
         there = {
-            id(tie.tensor): disguised(tie.tensor, tie.tensor.to(run.stage.device))
+            id(tie.tensor): with_class_of(tie.tensor, tie.tensor.to(run.stage.device))
             for tie in ties
             if run.stage.j in tie.stages[1:]
             and not same_memory(tie.tensor.device, run.stage.device)

@@ -29,8 +29,8 @@ from syncpipe.data import (
     overlap,
     place_of,
     storage_of,
+    storage_users,
     tensors_in,
-    users_of,
 )
 from syncpipe.runtime.recomputation import version_of
 
@@ -169,7 +169,7 @@ def _is_held(tensor: Tensor) -> bool:
     view = tensor._base is not None
     return (
         tensor._use_count() > 1  # type: ignore[attr-defined]
-        or users_of(tensor) > 1 + view
+        or storage_users(tensor) > 1 + view
         or (view and _references_to_base(tensor) > _ALONE_BASE)
     )
 

@@ -40,7 +40,7 @@ from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.modules.dropout import _DropoutNd
 from torch.nn.parameter import is_lazy
 
-from syncpipe.data import disguised, place_of, places_of
+from syncpipe.data import place_of, places_of, with_class_of
 from syncpipe.layers.batchnorm import ORIGINAL, DeferredBatchNorm
 from syncpipe.layers.ties import Tie, check_modes, find_ties, move_layers
 from syncpipe.runtime.interrupts import Swap, forkable
@@ -63,7 +63,7 @@ def substitute(tensor: Tensor, value: Tensor, trained: bool | None = None) -> Te
     leaf = value.detach()
     if type(leaf) is not type(tensor):
         leaf = torch.Tensor._make_subclass(type(tensor), leaf)
-    return disguised(tensor, leaf).requires_grad_(
+    return with_class_of(tensor, leaf).requires_grad_(
         tensor.requires_grad if trained is None else trained
     )
 

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from syncpipe.data import described, distinct, map_tensors, tensors_in, users_of
+from syncpipe.data import described, distinct, map_tensors, storage_users, tensors_in
 from syncpipe.runtime.graph import AccumulateGrad, go_back, nodes_of
 from syncpipe.runtime.recomputation import Recomputation
 from syncpipe.runtime.streams import moved
@@ -320,7 +320,7 @@ class Accumulated(Leaves):
         """
         fresh = self.awaiting_grad[j]
         for leaf in fresh:
-            if type(leaf.grad) is Tensor and users_of(leaf.grad) > 1:
+            if type(leaf.grad) is Tensor and storage_users(leaf.grad) > 1:
                 leaf.grad = leaf.grad.clone()
         rest = [leaf for leaf in fresh if leaf.grad is None]
         if len(rest) < len(fresh):

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 from torch.nn.parameter import is_lazy
 
-from syncpipe.data import described, gather, map_tensors, scatter_sized, tensors_in, users_of
+from syncpipe.data import described, gather, map_tensors, scatter_sized, storage_users, tensors_in
 from syncpipe.runtime.graph import captured, go_back
 from syncpipe.runtime.interrupts import Swap, run_and_undo
 from syncpipe.runtime.recomputation import copy_of, is_small, version_of
@@ -329,7 +329,7 @@ class Captured(Leaves):
                 part = self._sums[j].pop(id(leaf), None)
                 if part is not None:
                     total = part if total is None else _sum(total, part)
-            if total is not None and type(total) is Tensor and users_of(total) > 1:
+            if total is not None and type(total) is Tensor and storage_users(total) > 1:
                 total = total.clone()
             found.append(total)
         return found

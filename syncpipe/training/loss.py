@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from syncpipe.data import compact, distinct, map_tensors
+from syncpipe.data import distinct, map_tensors, own_storage
 from syncpipe.hints import warn_of_counts
 from syncpipe.runtime.errors import annotate
 from syncpipe.runtime.streams import moved
@@ -94,10 +94,10 @@ class Objective:
             self.known_weights = known
         returned = self._check_kind(i, parse(result))
         loss, weight = returned.loss, self._weight(i, returned, output, target)
-        self._losses[i], self._weights[i] = compact(loss.detach()), weight
+        self._losses[i], self._weights[i] = own_storage(loss.detach()), weight
         if returned.metrics:
             self._metrics[i] = map_tensors(
-                lambda ts: [compact(t.detach()) for t in ts], dict(returned.metrics)
+                lambda ts: [own_storage(t.detach()) for t in ts], dict(returned.metrics)
             )
         if self.known_weights is not None:
             self._divisor = self.known_weights[1]
@@ -227,7 +227,7 @@ class Objective:
             weight = self.sizes[i]
         if isinstance(weight, Tensor):  # counts overflow in half precision
             dtype = torch.promote_types(loss.dtype, torch.float32)
-            weight = compact(moved(weight, loss.device, dtype))
+            weight = own_storage(moved(weight, loss.device, dtype))
         return weight
 
 
@@ -292,7 +292,7 @@ class LossHead:
                 self.loss_requires_grad = True
                 cell.root = ends_of(root)[0], torch.full_like(root, share)
         if self.outputs is not None and self._call.m > 1:  # now, as loss_fn may modify the output
-            self.outputs[i] = map_tensors(lambda ts: [compact(t) for t in ts], self.outputs[i])
+            self.outputs[i] = map_tensors(lambda ts: [own_storage(t) for t in ts], self.outputs[i])
 
     def _begin_loss_graph(self, output: Any, target: Any, cell: Cell) -> tuple[Any, Any]:
         """Connects the graph of the loss to the cell's, or cuts it if the cell is recomputed.

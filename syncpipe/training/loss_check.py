@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from syncpipe.data import flatten, gather, map_tensors, tensors_in, unflatten
-from syncpipe.hints import outside
+from syncpipe.hints import caller_stacklevel
 from syncpipe.runtime.random_numbers import with_cpu_generator
 from syncpipe.state import SIMPLE, restoring_module
 from syncpipe.training.loss import Objective
@@ -88,7 +88,7 @@ class LossCounts:
             references, code, *_ = _keys(function)
             unchecked = "unchecked", code
             if found.wrong or unchecked not in self._counts:
-                warnings.warn(found.text, stacklevel=outside())
+                warnings.warn(found.text, stacklevel=caller_stacklevel())
             if not found.wrong:
                 self._counts[unchecked] = references, 1
         self._add(function, math.inf if found is not None and found.wrong else 1)

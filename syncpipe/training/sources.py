@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader, Dataset
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from syncpipe.data import described, map_tensors, scatter_pair, tensors_in, unwrapped
-from syncpipe.hints import outside
+from syncpipe.hints import caller_stacklevel
 from syncpipe.layers.placement import check_input
 from syncpipe.runtime.errors import annotate
 from syncpipe.runtime.streams import moved
@@ -220,7 +220,7 @@ def source_of(
                 f"{chunks} of them make a step. If a batch is meant to be a whole mini-batch, give "
                 "the loader itself, data_iter=loader. If it is a micro-batch, give "
                 "iter(syncpipe.RepeatingLoader(loader)) to silence this warning",
-                stacklevel=outside(),
+                stacklevel=caller_stacklevel(),
             )
         return FromIterator(data_iter, chunks, target, pack)
     refuse_dataset(data_iter, "data_iter")

@@ -33,7 +33,7 @@ from torch.autograd.graph import get_gradient_edge
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
-from syncpipe.data import described, is_part, scatter_pair, storage_of, tensors_in
+from syncpipe.data import described, is_slice, scatter_pair, storage_of, tensors_in
 from syncpipe.layers.ties import overlapping
 from syncpipe.options import StageMode
 from syncpipe.runtime.engine import Run
@@ -317,9 +317,9 @@ class _StageWeights:
         self._free: list[list[Tensor]] = []  # memory of released versions
         #: Frozen parameters in a flat buffer, whose version counter others change.
         self._fixed = [
-            p for p in stage.partition.parameters() if not p.requires_grad and is_part(p)
+            p for p in stage.partition.parameters() if not p.requires_grad and is_slice(p)
         ]
-        flat = bool(self._fixed) or any(map(is_part, self.parameters))
+        flat = bool(self._fixed) or any(map(is_slice, self.parameters))
         if any(isinstance(m, torch.jit.ScriptModule) for m in stage.partition.modules()):
             flat = False
         held = most if (most > 1 and self.parameters) or flat else 0

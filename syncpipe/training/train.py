@@ -23,8 +23,8 @@ import torch
 from torch import Tensor, nn
 from torch.autograd import profiler
 
-from syncpipe.data import compact, gather, samples_elsewhere, tensors_in
-from syncpipe.hints import outside
+from syncpipe.data import gather, own_storage, samples_elsewhere, tensors_in
+from syncpipe.hints import caller_stacklevel
 from syncpipe.layers.conversion.signature import common_outputs
 from syncpipe.runtime.engine import Run
 from syncpipe.runtime.errors import annotate
@@ -323,7 +323,7 @@ class TrainingTask:
         return []
 
     def _release_grads(self, j: int, cut: GraphCut) -> list[Tensor | None]:
-        grads = [None if grad is None else compact(grad) for grad in cut.grads]
+        grads = [None if grad is None else own_storage(grad) for grad in cut.grads]
         self.call.release_to_caller(j, grads)
         return grads
 
@@ -493,7 +493,7 @@ def join_outputs(pipeline: Pipeline, outputs: list[Any], source: Source) -> Any:
                 f"{found}, it seems, and the outputs of micro-batches are put together along "
                 "dimension 0: put samples first in the last layer, output.transpose(0, 1), or "
                 "compute the loss in train_batch. Ignore this if samples are in dimension 0",
-                stacklevel=outside(),
+                stacklevel=caller_stacklevel(),
             )
     return gather(outputs, common_leaves_of(pipeline))
 

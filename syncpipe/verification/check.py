@@ -23,11 +23,11 @@ from syncpipe.data import (
     batch_kind,
     by_name,
     clones,
+    cut_batch,
     described,
     flatten,
     gather,
     map_tensors,
-    parts_of,
     scatter_pair,
     unflatten,
 )
@@ -421,7 +421,7 @@ class _Check:
 
         def cut(k: int, leaf: Any) -> Sequence[Any]:
             if k in self._common or not isinstance(leaf, Tensor):
-                return parts_of(leaf, sizes) if batch_kind(leaf) else [leaf] * len(sizes)
+                return cut_batch(leaf, sizes) if batch_kind(leaf) else [leaf] * len(sizes)
             return torch.split(leaf, [len(rows[k]) for rows in self._rows])
 
         torch.set_num_threads(self._share)

@@ -32,12 +32,12 @@ from torch.utils.checkpoint import CheckpointFunction
 from syncpipe.compare import Comparison, compare
 from syncpipe.data import (
     batch_kind,
-    batch_of,
     by_name,
     described,
     flatten,
     leaf_names,
     places_of,
+    repeated_batch,
     tensors_in,
 )
 from syncpipe.layers.conversion.layer import ModelNames, layers_of
@@ -505,7 +505,7 @@ class _Inlined:
         tensors = list(self.tensors)
         for k, d in group:
             if batch_kind(tensors[k]):
-                tensors[k] = batch_of(tensors[k], size)
+                tensors[k] = repeated_batch(tensors[k], size)
                 continue
             repeats = -(-size // tensors[k].shape[d])
             tensors[k] = torch.cat([tensors[k]] * repeats, d).narrow(d, 0, size)

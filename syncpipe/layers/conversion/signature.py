@@ -17,7 +17,6 @@ from torch import Tensor, nn
 
 from syncpipe.data import (
     NoChunk,
-    bare,
     batch_kind,
     by_name,
     described,
@@ -28,6 +27,7 @@ from syncpipe.data import (
     samples_of,
     to_cut,
     unflatten,
+    without_no_chunk,
 )
 
 __all__ = [
@@ -65,7 +65,7 @@ class Signature:
         empty = unflatten(self._sample.values(), flatten(sample, batches=True)[1])
         self._structure = flatten(empty)[1]  # which holds containers, but no tensors
         named = {at: leaf for at, leaf in found.items() if is_input(leaf)}
-        self.names, tensors = list(named), list(map(bare, named.values()))
+        self.names, tensors = list(named), list(map(without_no_chunk, named.values()))
         # Of those that may be cut: a tensor in NoChunk is none.
         sizes = [samples_of(value) or 0 for value in named.values()]
         self.batch = next(filter(None, sizes), 0)
@@ -178,11 +178,11 @@ class Signature:
         """The tensors of what the first layer gets, in the order of the sample."""
         values = self.given_as_one(input)
         self._check(values, whole=False)
-        return list(map(bare, values))
+        return list(map(without_no_chunk, values))
 
     def _check(self, values: list[Any], *, whole: bool) -> None:
         """Refuses other sizes and kinds; ``whole`` is a mini-batch that may yet be cut."""
-        for k, tensor in enumerate(map(bare, values)):
+        for k, tensor in enumerate(map(without_no_chunk, values)):
             free = self.free | ({(k, 0)} if whole and self.is_cut[k] else set())
             sizes = ["any" if (k, d) in free else str(n) for d, n in enumerate(self._shapes[k])]
             kind, shape = _kind(tensor), shape_of(tensor)
