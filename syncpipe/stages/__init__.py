@@ -1,1 +1,1 @@
-"""Partitions on their workers: the pipeline, and the run of a stage for one micro-batch."""
+"""Partitions on their workers: the pipeline, its stages, and their runs in one call."""

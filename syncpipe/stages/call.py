@@ -1,7 +1,6 @@
-"""One mini-batch on its way, and what the drivers have in common.
+"""A call: one mini-batch of a pipeline, for all drivers (``pipe(x)``, ``pipe.train_batch``, ...).
 
-``pipe(x)``, ``pipe.train_batch(...)`` and all others run different programs, but over the same
-stages, edges and engine, and a call of any of them begins and ends in the same way.
+The drivers run different programs over the same stages, edges and engine.
 """
 
 from __future__ import annotations
@@ -54,20 +53,20 @@ from syncpipe.stages.sharing import (
 
 
 class EntryEvent(NamedTuple):
-    """Tells when tensors from outside of the pipeline are there."""
+    """The event at which tensors from outside the pipeline are ready."""
 
-    streams: DeviceStreams  #: the stream on which they were made
+    streams: DeviceStreams  #: the stream that computes the tensors
     event: Any  #: None: to be recorded on that stream when it is needed
 
 
 class MiniBatch:
-    """What all runs of a mini-batch of ``m`` micro-batches begin with, by their caller's state.
+    """A mini-batch of ``m`` micro-batches, bound to the caller's state.
 
     Attributes:
         modes: for each stage and replica its checkpoint mode.
-        rematerialized: for each how many micro-batches, from the first on, are recomputed.
-        runs: for each what runs its cells.
-        seed: of the random numbers; drawn from the caller's generator if none is given.
+        rematerialized: for each the number of micro-batches, from the first on, to recompute.
+        runs: for each its :class:`StageRun`.
+        seed: the seed of the random numbers; None: drawn from the caller's generator.
     """
 
     def __init__(
@@ -81,15 +80,15 @@ class MiniBatch:
     ) -> None:
         if pipeline.streaming and pipeline.engine.is_running():
             raise RuntimeError(
-                "train_stream calls this pipe once more (by its loss_fn, its data_iter, a layer or "
-                "an optimizer's hook), while other stages update their weights: what came out "
-                "would depend on who is first. Evaluate when the call has ended (give it steps=)"
+                "this pipe was called inside its own train_stream (by loss_fn, data_iter, a layer "
+                "or an optimizer's hook), while other stages update their weights: the result "
+                "would depend on timing. Evaluate after train_stream has returned (give it steps=)"
             )
         self.pipeline, self.m = pipeline, m
         self.state = state = CallerState()
         alone = bool(RUNNING.get()) or len(pipeline.workers) == 1
         self.inline = inline or state.needs_inline or alone
-        # Inside of a re-materialized cell of another pipe everything is dropped anyway.
+        # A recomputed cell of an outer pipe drops the graph of this call anyway.
         recorded = state.grad and not (is_checkpointing() or is_recomputing() or state.transformed)
         self.modes = [checkpoint[s.j] if recorded else "never" for s in pipeline.stages]
         counts: dict[Any, int] = {"always": m, "except_last": m - 1}
@@ -116,18 +115,18 @@ def plain(
     seed: int | None = None,
     swaps: Sequence[Swap] = (),
 ) -> list[Any]:
-    """``pipe(x)`` as a plain graph: the stages one after another on the calling thread.
+    """Runs ``pipe(x)`` as a plain graph: the stages one after another on the calling thread.
 
-    For whoever needs the graph of the layers itself: ``inline(graph=True)``, ``create_graph``,
-    forward-mode AD, transforms of functions, modes that see operations. Values go between devices
-    by ordinary copies, and what is computed again is so by ``torch.utils.checkpoint``.
+    For callers that need the graph of the layers: ``inline(graph=True)``, ``create_graph``,
+    forward-mode AD, torch.func, dispatch modes. Devices exchange values by ordinary copies, and
+    recomputation uses ``torch.utils.checkpoint``.
 
     Args:
         pipeline: the pipeline.
         micro_batches: trees on the first device.
         checkpoint: for each stage its mode.
-        seed: of the random numbers; None: drawn from the caller's generator.
-        swaps: what to put into modules meanwhile.
+        seed: the seed of the random numbers; None: drawn from the caller's generator.
+        swaps: values to put into modules during the run.
 
     Returns:
         For each micro-batch its output, on the last device.
@@ -175,28 +174,28 @@ def plain(
         return found
 
     held = partial(let_modules_hold, pipeline.drawing_modules, run_all)
-    # Inside another call's layer or loss: the order of locks is stage before random state.
+    # For a call in another call's layer or loss: locks of stages come before those of generators.
     return without_generators(partial(with_swaps, swaps, held) if swaps else held)
 
 
 def _placed(tensor: Tensor, device: torch.device) -> Tensor:
-    """A tensor on a device; gradients find back."""
+    """The tensor on a device, copied with its graph."""
     return tensor if same_memory(tensor.device, device) else tensor.to(device)
 
 
 def check_collectives(pipeline: Pipeline, *, grad: bool, inline: bool) -> None:
-    """Refuses layers that start collectives for each micro-batch, or by several workers."""
+    """Refuses layers that start collectives once per micro-batch, or on several workers."""
     sharded: Any = getattr(sys.modules.get("torch.distributed.tensor"), "DTensor", ())
     several = not inline and len(pipeline.workers) > 1
-    parallel: dict[int, int] = {}  # stages with such layers, and where they are
+    parallel: dict[int, int] = {}  # workers of the stages with sharded parameters
     for stage in pipeline.stages:
         for module in stage.partition.modules():
             kind: Any = type(module)
             if (grad or several) and (wrapper := _wrapper(kind)):
                 raise RuntimeError(
-                    f"a layer is wrapped in {wrapper}, which starts collectives of its own. The "
-                    "workers of each process would start them in any order, once for each "
-                    "micro-batch. Leave the layers as they are, and make the whole pipe parallel: "
+                    f"a layer is wrapped in {wrapper}, which starts collectives: each process's "
+                    "workers would start them in any order, once per micro-batch. Unwrap the "
+                    "layers, and make the whole pipe parallel: "
                     "syncpipe.distributed.data_parallel(pipe) for train_batch, fully_shard(pipe) "
                     "or DistributedDataParallel(pipe) for pipe(input)"
                 )
@@ -207,14 +206,14 @@ def check_collectives(pipeline: Pipeline, *, grad: bool, inline: bool) -> None:
         raise RuntimeError(
             f"stages {shown} have DTensor parameters (tensor parallelism, or fully_shard around "
             "the pipe), and workers would start their collectives in any order: choose a balance "
-            "that puts these layers into one stage without replicas, or a process for each stage, "
-            "syncpipe.distributed.stage"
+            "that puts these layers into one stage without replicas, or run one process per stage "
+            "(syncpipe.distributed.stage)"
         )
 
 
 @lru_cache(maxsize=1024)
 def _wrapper(kind: Any) -> str:
-    """The class of PyTorch's by which modules start collectives; empty where there is none."""
+    """The PyTorch class that makes modules of a kind start collectives; empty if there is none."""
     starts = (
         "torch.nn.parallel.distributed",
         "torch.distributed.fsdp",
@@ -224,23 +223,24 @@ def _wrapper(kind: Any) -> str:
 
 
 class Call(MiniBatch):
-    """One mini-batch on its way through a pipeline; to be made on the caller's thread.
+    """One mini-batch in a pipeline; made on the caller's thread.
 
-    Here and in the drivers ``j`` is the index of a stage *or replica* in
-    ``pipeline.stages``, and in all lists that are kept for each of these. With a ``graph``
-    gradients are captured, and given back by a node of the caller's.
+    Here and in the drivers, ``j`` is the index of a stage *or replica* in ``pipeline.stages``, and
+    in all lists with an entry per stage. With ``graph``, a node of the caller's graph returns the
+    captured gradients.
 
     Attributes:
         worker_streams: for each worker its device and streams.
-        streams_of: for each stage those of its worker.
-        caller_streams_of: for each those on which the caller works on its device.
-        substitute_of: for each, by the identity of a tensor of its modules, what stands for it.
-        original_of: by the identity of each of these leaves what it stands for: other threads may
-            see the leaf in the module.
+        streams_of: for each stage the streams of its worker.
+        caller_streams_of: for each stage the caller's current streams on its device.
+        substitute_of: for each stage, by the identity of a tensor of its modules, the tensor that
+            its cells use.
+        original_of: by the identity of a substitute its original; other threads may see substitutes
+            in the modules.
         ties: the tensors that stages share; None if there are none.
-        replicas: those of all stages; None if there are none.
-        user_code_epoch: another object when the user's code may have changed modules since.
-        host_only: whether all of them are in the host's memory, and nobody watches.
+        replicas: the replicas of all stages; None if there are none.
+        user_code_epoch: a new object whenever user code may have changed modules.
+        host_only: whether all stages are in host memory and no trace is recorded.
     """
 
     def __init__(
@@ -263,7 +263,7 @@ class Call(MiniBatch):
         self._offloads = {
             j: self._offload(j)
             for j, mode in enumerate(self.modes)
-            if mode == "offload" and self.streams_of[j].backend is not None  # else they are there
+            if mode == "offload" and self.streams_of[j].backend is not None
         }
         self.host_only = recorder is None and all(
             streams.backend is None and same_memory(streams.device, self.worker_streams[0].device)
@@ -279,7 +279,7 @@ class Call(MiniBatch):
             self._substitute_hooked()
         self.ties: CallTies | None = None
         self.replicas: CallReplicas | None = None
-        self._wait_for_caller()  # what follows copies weights that it has just updated, perhaps
+        self._wait_for_caller()  # its stream may still update the weights that are copied next
         if ties := pipeline.shared.find():
             check_replicas(ties, list(map(len, pipeline.replica_indices)))
             self.ties = CallTies(self, ties, in_order=graph)
@@ -295,17 +295,17 @@ class Call(MiniBatch):
             if own or run.stage in shallow:
                 use_substitutes(run, own, shallow)
         edges = pipeline.edges if self.ties is None else (*pipeline.edges, *self.ties.edges)
-        # For each edge, and micro-batches until all replicas come round again.
+        # For each edge the streams at its ends, for as many micro-batches as replicas take turns.
         self._round = lcm(*map(len, pipeline.replica_indices))
         self._ends = [
             list(zip(self._along(e.source), self._along(e.target), strict=True)) for e in edges
         ]
 
     def _seen(self, j: int, graph: bool) -> bool:
-        """Whether other threads look at the modules of a stage while its cells run.
+        """Whether other threads may look at the modules of a stage while its cells run.
 
-        Those that call the pipe do, and the loss function, which runs on the last stage's worker.
-        Modules that cannot be copied are then the stage's own for the time of a run.
+        Concurrent callers may, so modules are copied if they can be. Otherwise only the loss
+        function counts, which runs on the last stage's worker.
         """
         worker_of, n = self.pipeline.worker_of, self.pipeline.n
         if not any(map(has_own_forward, self.runs[j].partition.modules())):
@@ -313,7 +313,7 @@ class Call(MiniBatch):
         return worker_of[j] != worker_of[n - 1] and not (graph or self.inline)
 
     def _along(self, j: int) -> list[DeviceStreams]:
-        """For micro-batches in turn the streams on which each passes stage ``j``."""
+        """For micro-batches in order the streams on which they run stage ``j``."""
         passed = [self.streams_of[k] for k in self.pipeline.replica_indices[j]]
         return passed * (self._round // len(passed))
 
@@ -322,8 +322,8 @@ class Call(MiniBatch):
             streams.wait_for(caller)
 
     def _substitute_hooked(self) -> None:
-        """Lets leaves of the same memory stand for tensors that have hooks, or a graph: these are
-        for the caller's graph, once."""
+        """Substitutes leaves of the same memory for tensors with hooks or a graph, which serve the
+        caller's graph once per call."""
         for stage in self.pipeline.stages[: self.pipeline.n]:
             for module in stage.partition.modules():
                 for tensor in chain(module._parameters.values(), module._buffers.values()):
@@ -335,10 +335,9 @@ class Call(MiniBatch):
                         self.original_of[id(leaf)] = tensor
 
     def run(self, steps: Steps, task: Any) -> None:
-        """Runs a program to its end. The caller's streams then wait for all that it did.
+        """Runs a program to its end; then the caller's streams wait for all of its work.
 
-        The ``task`` says what to do for each action (``bind``). What the caller gives it must live
-        until then: other streams use it.
+        The caller's tensors must stay alive until then: other streams use them.
         """
         self._run(steps, task, inline=self.inline)
         if self.ties is not None:
@@ -347,7 +346,7 @@ class Call(MiniBatch):
             self.replicas.finish()
 
     def run_backward(self, steps: Steps, task: Any) -> None:
-        """Runs the second half of a program, on whatever thread autograd is."""
+        """Runs the backward half of a program, on the thread that autograd calls."""
         self.user_code_epoch = object()
         modes = torch._C._len_torch_dispatch_stack() > 0 or torch._C._autograd._profiler_enabled()
 
@@ -356,13 +355,13 @@ class Call(MiniBatch):
                 self._run(steps, task, inline=True)
 
         try:
-            # Where this thread cannot wait for workers, or others cannot do what it does.
+            # Inline where this thread must not wait for workers, or has modes of its own.
             if self.inline or modes or RUNNING.get():
                 restoring_thread(run_here)
             else:
                 self._run(steps, task, inline=False)
         finally:
-            if self.state.autocasts:  # whose block the caller may have left
+            if self.state.autocasts:  # the caller may have left the autocast
                 torch.clear_autocast_cache()
 
     def _run(self, steps: Steps, task: Any, *, inline: bool) -> None:
@@ -371,7 +370,7 @@ class Call(MiniBatch):
             offload.goes_back(steps.backwards(j) or range(self.m)[::-1])
         engine = self.pipeline.engine
         try:
-            # The order of locks is: stage before random state.
+            # Locks of stages come before those of generators.
             run = partial(engine.run, steps, task.bind, self.state, inline=inline)
             run = partial(let_modules_hold, self.pipeline.drawing_modules, run)
             without_generators(run if inline else partial(restoring_process, run))
@@ -383,8 +382,8 @@ class Call(MiniBatch):
                 caller.wait_for(streams)
 
     def bound(self, run: Run, kind: Kind, j: int) -> Run:
-        """What performs the actions of a kind on stage ``j``: ``run``, which is given a list of
-        :class:`Message`, on the stage's streams, and for the trace."""
+        """Wraps ``run``, which runs the actions of one kind on stage ``j``, to use the stage's
+        streams and record a trace. ``run`` takes a list of :class:`Message`."""
         streams, recorder, stage = self.streams_of[j], self.recorder, self.pipeline.stages[j].j
         offload = self._offloads.get(j)
         if offload is not None and kind == "forward":
@@ -403,15 +402,15 @@ class Call(MiniBatch):
         return on_streams
 
     def _offload(self, j: int) -> Offload:
-        """What sends the activations of a stage to the host."""
+        """The offload of the activations of stage ``j``."""
         worker = self.pipeline.workers[self.pipeline.worker_of[j]]
         partition = self.pipeline.stages[j].partition
         own = chain(partition.parameters(), partition.buffers())
         return Offload(self.streams_of[j], *worker.host_streams(), own)
 
     def send(self, edge: Edge, i: int, value: Any, *, backward: bool = False) -> tuple[Any, Any]:
-        """Sends the value of a micro-batch over an edge (or back); for the worker at its near end.
-        Returns the value at the far end, and the event to wait for there."""
+        """Sends the value of a micro-batch over an edge, or back; called on the sending worker.
+        Returns the value on the receiver's device, and the event that the receiver waits for."""
         source, target = self._ends[edge.number][i % self._round]
         if source is target:
             return value, None
@@ -425,8 +424,8 @@ class Call(MiniBatch):
             return sent(source, target, value)
 
     def _check_objects(self, edge: Edge, i: int, value: Any) -> None:
-        """Refuses objects with tensors in them that would have to be sent: on an accelerator, or
-        with a graph that only one worker may walk."""
+        """Refuses objects that hide tensors which would have to be sent: on an accelerator, or with
+        a graph, which only one worker may walk."""
 
         def has_to_be_sent(tensor: Tensor) -> bool:
             there = tensor.device.type not in ("cpu", "meta")
@@ -438,16 +437,15 @@ class Call(MiniBatch):
             at = hidden_tensor(thing, has_to_be_sent)
             if at is not None:
                 raise TypeError(
-                    f"{self.pipeline.stages[edge.source].describe(i)} gave an object of type "
-                    f"{type(thing).__name__} that goes from stage {edge.source} to stage "
-                    f"{edge.target}, with a tensor at {at} that is not seen there, so that neither "
-                    "it nor its gradient can be sent: let the layer return its tensors in a tuple, "
-                    "a dict or a dataclass, or register the class by "
+                    f"{self.pipeline.stages[edge.source].describe(i)} returned an object of type "
+                    f"{type(thing).__name__} for stage {edge.target}, with a hidden tensor at "
+                    f"{at}: neither it nor its gradient can be sent. Return the tensors in a "
+                    "tuple, a dict or a dataclass, or register the class by "
                     "torch.utils._pytree.register_pytree_node"
                 )
 
     def ready(self, tree: Any) -> dict[torch.device, EntryEvent]:
-        """When tensors are there that the calling thread has just made or been given."""
+        """The events at which the tensors of a tree, made or held by this thread, are ready."""
         found = {}
         for device in {tensor.device for tensor in tensors_in(tree)} & self._entry_events.keys():
             backend = self._entry_events[device].streams.backend
@@ -460,8 +458,8 @@ class Call(MiniBatch):
     def to_stage(
         self, tree: Any, j: int, after: Mapping[torch.device, EntryEvent] | None = None
     ) -> Any:
-        """What came from outside of the pipeline, where stage ``j`` is; for its worker to call.
-        ``after`` says when it is there, if it did not come with the call."""
+        """A tree from outside the pipeline, on the device of stage ``j``; called on its worker.
+        ``after`` has the events at which the tree is ready; None: it came with the call."""
         streams, after = self.streams_of[j], self._entry_events if after is None else after
         return map_tensors(
             lambda tensors: [self._brought(t, streams, after) for t in tensors], tree
@@ -477,28 +475,27 @@ class Call(MiniBatch):
             return tensor
         there, event = found or (DeviceStreams(tensor.device), None)
         here = [other for other in self.worker_streams if same_memory(other.device, tensor.device)]
-        # Where there is no worker, the stream on which it was made copies it.
+        # On a device without a worker, the stream that made the tensor copies it.
         copies, event = (here[0] if here else there).send([tensor], streams, event)
         streams.receive(event, copies)
         return copies[0]
 
     def as_caller(self) -> AbstractContextManager[Any]:
-        """The context for what works on the caller's streams; without it a worker's thread would
-        use the default stream of every device but its own."""
+        """The context of work on the caller's streams; without it a worker's thread uses the
+        default streams of other devices."""
         stack = ExitStack()
         for caller in reversed(self._caller_streams):  # the first one's device becomes current
             stack.enter_context(caller.active())
         return stack
 
     def release_to_caller(self, j: int, tree: Any) -> None:
-        """Tells that the caller goes on with what stage ``j`` computed."""
+        """Keeps the memory of a result of stage ``j`` until the caller's stream has used it."""
         streams = self.streams_of[j]
         if streams.backend is not None:
             self.caller_streams_of[j].record_on_stream(tensors_in(tree), streams)
 
     def collected(self, values: list[Any]) -> list[Any]:
-        """What the last stage gave for each micro-batch, trees on the devices of its replicas: for
-        the caller and on one device."""
+        """The last stage's outputs (trees, one per micro-batch) on one device, for the caller."""
         indices, results = self.pipeline.replica_indices[-1], self.pipeline.results
         if len(indices) == 1:
             self.release_to_caller(indices[0], values)
@@ -510,7 +507,7 @@ class Call(MiniBatch):
             if not same_memory(source.device, target.device):
                 value, event = sent(source, target, value)
                 target.receive(event, tensors_in(value))
-                self.caller_streams_of[j].wait_for(source)  # it may be what the caller gave
+                self.caller_streams_of[j].wait_for(source)  # an output may be an input
                 j = results
             self.release_to_caller(j, value)
             found.append(value)
@@ -519,7 +516,7 @@ class Call(MiniBatch):
 
 
 def sent(source: DeviceStreams, target: DeviceStreams, value: Any) -> tuple[Any, Any]:
-    """Sends a tree without a graph to other streams: it on that device, and when it is there."""
+    """Sends a tree without a graph; returns it on the target's device, and the event to await."""
     if source.backend is None and same_memory(source.device, target.device):
         return value, None
     events: list[Any] = []
@@ -546,7 +543,7 @@ def needs_graph() -> bool:
         or torch._C._len_torch_dispatch_stack() > 0
         or torch._C._functorch.peek_interpreter_stack() is not None
         or torch._C._get_tracing_state() is not None  # torch.jit.trace
-        or torch._C._current_graph_task_id() != -1  # computed again in somebody's backward
+        or torch._C._current_graph_task_id() != -1  # recomputed in another backward
         or (hooks is not None and getattr(hooks[0], "__module__", "") == "torch.utils.checkpoint")
     )
 
@@ -555,17 +552,17 @@ _accelerators = lru_cache(maxsize=1)(accelerators)
 
 
 def _entry_events(callers: Sequence[DeviceStreams]) -> dict[torch.device, EntryEvent]:
-    """When the tensors that come with a call are there; on devices without a worker, too."""
+    """The events at which the tensors of a call are ready, also on devices without a worker."""
     found = {
         streams.device: EntryEvent(streams, streams.backend.record(streams.compute))
         for streams in callers
         if streams.backend is not None
     }
     kinds = {device.type for device in found}
-    # A process that only has CPU workers must not ask: that would keep its children off the GPUs.
+    # With CPU workers only, do not query devices: it would keep forked children off the GPUs.
     for device in _accelerators() if kinds else ():
         if device.type in kinds and device not in found:
-            # No event: to record one where there is nothing would initialize the device.
+            # No event yet: recording one would initialize the device.
             backend = AcceleratorStreams(device)
             stream = backend.current()
             found[device] = EntryEvent(DeviceStreams(device, backend, stream, stream), None)

@@ -1,4 +1,4 @@
-"""Layers that draw random numbers, in the cells of one call."""
+"""Layers that draw random numbers, in one call."""
 
 from __future__ import annotations
 
@@ -17,32 +17,31 @@ from syncpipe.runtime.random_numbers import (
     same_fingerprints,
 )
 
-#: Of a cell that is recomputed: for each layer the generators that it may draw from, and the
-#: fingerprint of what it gave.
+#: Of a recomputed cell: by layer the generators that it may draw from, and its fingerprint.
 Drawn = dict[int, Any]
-_OUTPUTS = -1  # in the place of a layer: what the cell as a whole gave
+_OUTPUTS = -1  # the key of the cell's output, in place of a layer
 _OTHERWISE = (
-    "{} gave something else when it was recomputed than in the forward, so that gradients would be "
+    "{} gave another result when it was recomputed than in the forward, so gradients would be "
     "wrong. If a thread of yours draws random numbers meanwhile, give it a torch.Generator of its "
-    "own. If the layer draws some, but not for the first micro-batch, that is known from the next "
-    "call on. If it depends on anything else that changes (it counts its calls), let it ask "
+    "own. If the layer draws, but not in the first micro-batch, call again: the next call expects "
+    "it. If the layer depends on other changing state (it counts its calls), let it ask "
     "syncpipe.is_recomputing(), or use checkpoint='never'"
 )
-_BACKWARD = 0x9E3779B9  # sets what a backward draws apart from what its layers draw
+_BACKWARD = 0x9E3779B9  # separates the seeds of backwards from those of layers
 
 
 class Drawing:
     """The random numbers of a stage in one call.
 
-    What is known of layers is of this call, which other threads do not see. The next one begins
-    with nothing, but for the layers that were found to draw in a later micro-batch only: these are
-    observed in all of its micro-batches, and known on if they do so again.
+    Each call learns anew which layers draw. Only layers that first drew in a later micro-batch are
+    remembered: the next call observes them in all micro-batches, and forgets them if they do not
+    draw again.
 
     Attributes:
         draws: for each layer a bit mask of the generators that it draws from.
-        backward_draws: bit mask of the generators that its backward draws from; None until one ran.
-        trusted: whether ``draws`` were known when the call began, so that a layer that does not
-            draw need not be observed: a replica's, by what other calls showed.
+        backward_draws: bit mask of the generators that backwards draw from; None before the first.
+        trusted: whether earlier calls supplied ``draws`` (for a replica), so that layers that do
+            not draw need not be observed.
     """
 
     def __init__(self, run: Any) -> None:
@@ -50,7 +49,7 @@ class Drawing:
         self.draws = [0] * len(self.stage.names)
         self.backward_draws: int | None = None
         self.trusted = False
-        self._touches = False  # the state of a generator was saved or set, and may be in backward
+        self._touches = False  # whether a forward read or set the state of a generator
         self._late = frozenset(self.stage.late if run.grad else ())
         self._deterministic = list(map(never_draws, self.stage.partition._modules.values()))
 
@@ -60,7 +59,7 @@ class Drawing:
         return not all(self._deterministic)
 
     def layers(self, i: int, inputs: Any, record: Any, recomputing: bool) -> Any:
-        """As those of a ``StageRun``, but a layer that may draw is given its own numbers."""
+        """As ``StageRun.layers``, with random numbers for the layers that may draw."""
         run, stage, value = self.run, self.stage, inputs[0]
         drawn = None if record is None else record.drawn
         first = not recomputing and not run.forwards_done[0]
@@ -82,18 +81,18 @@ class Drawing:
         self, i: int, k: int, layer: Any, value: Any, first: bool, drawn: Drawn | None,
         recomputing: bool,
     ) -> Any:  # fmt: skip
-        """A layer that draws, or may do so."""
+        """Runs a layer that draws, or may draw."""
         stage, everything = self.stage, self.stage.generators.all
         late = k in self._late
-        # Of a layer that is trusted: what holds the generators anyway may as well be observed.
+        # A trusted layer that holds the generators anyway is observed, too.
         known = self.trusted and not self.draws[k] & everything
         observe = not recomputing and (late or (first and not known))
         which, wanted = everything if observe else self.draws[k], None
         if recomputing:
-            unknown = everything, None  # the forward has not come so far
+            unknown = everything, None  # the forward has not reached this layer
             which, wanted = (0, None) if drawn is None else drawn.get(k, unknown)
         elif drawn is not None:
-            drawn[k] = which, None  # a backward inside of the layer recomputes this cell now
+            drawn[k] = which, None  # for a recomputation by a backward inside the layer
         ends: dict[Any, list[Tensor]] = {}
         if which:
             cell = (self.run.seed, stage.first + k, i)
@@ -115,13 +114,13 @@ class Drawing:
             drawn[k] = self.draws[k], (fingerprint(value), ends)
         elif wanted is not None and not _is_same(wanted, (fingerprint(value), ends)):
             stage.late.add(k)
-            stage.drew.clear()  # which said that it does not
+            stage.drew.clear()  # trusted draws were wrong
             raise RuntimeError(_OTHERWISE.format(stage.layer(k)))
         return value
 
     def _learn(self, seen: GeneratorLease) -> None:
         if seen.touches:
-            parent = self.run.parent.draws  # which goes back as a whole
+            parent = self.run.parent.draws  # all units run backward together
             parent._touches = True
             if parent.backward_draws is not None:
                 parent.backward_draws = self.stage.generators.all
@@ -129,10 +128,10 @@ class Drawing:
     def loss(
         self, i: int, function: Callable[[Any], Any], given: Any, draws: int | None
     ) -> tuple[Any, int]:
-        """Calls a function (the loss) as if it were one more layer after those of this stage.
+        """Calls the loss function, seeded as a layer after the last one of this stage.
 
-        ``draws`` is a bit mask of the generators that it draws from, None if that is not known yet;
-        it is returned with what the function returns.
+        ``draws`` is a bit mask of the generators that it draws from; None: unknown, to be observed.
+        Returns the function's result and the mask.
         """
         if draws == 0:
             return function(given), 0
@@ -145,7 +144,7 @@ class Drawing:
         return result, seen.draws if draws is None else draws
 
     def backward(self, i: int, run: Callable[..., None], *args: Any) -> None:
-        """Runs the backward of cell ``(i, j)``: seeded, as layers are, where it may draw."""
+        """Runs the backward of cell ``(i, j)``, seeded if it may draw."""
         stage, draws = self.stage, self.backward_draws
         first = draws is None and not stage.backward_is_deterministic
         if first:
@@ -165,12 +164,14 @@ class Drawing:
                 self.backward_draws = stage.generators.all if self._touches else seen.draws
                 stage.backward_draws = self.backward_draws
 
-        self.run.locked(seeded)  # the order of locks is: stage before random state
+        self.run.locked(seeded)  # locks of stages come before those of generators
 
 
 def compared(run: Any, inner: Any) -> Any:
-    """What a cell gives when it is recomputed is compared where no layer returns it: skips, and
-    what hooks of the partition make of an output. (To be around all other wrappers.)"""
+    """Compares recomputed skips, and outputs changed by hooks of the partition, with the forward's.
+
+    Must be the outermost wrapper.
+    """
     if not (run.stage.stashes or run.stage.hooked):
         return inner
 
@@ -187,9 +188,9 @@ def compared(run: Any, inner: Any) -> Any:
 
 
 def _is_same(one: Any, other: Any) -> bool:
-    """Whether two runs gave the same, and drew as much from the generators that both held."""
+    """Whether two runs gave the same outputs and drew as much from generators that both held."""
     (values, ends), (others, other_ends) = one, other
-    held = ends.keys() & other_ends.keys()  # the first cell of a call holds all of them
+    held = ends.keys() & other_ends.keys()  # the first cell of a call holds all generators
     return same_fingerprints(values, others) and all(
         same_fingerprints(ends[key], other_ends[key]) for key in held
     )

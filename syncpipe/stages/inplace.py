@@ -1,16 +1,18 @@
-"""Layers that write into their inputs, and those who must not see it.
+"""Ownership of tensors: layers that write into their inputs.
 
-* The mini-batch is the caller's, and its micro-batches share one version counter; and what a cell
-  is computed again from must stay what it was. Such a tensor is *lent*, also to later stages that
-  it was handed on to: a cell that writes into it works on a copy.
-* What was sent twice is *aliased*, and so are inputs in overlapping memory: others should see what
-  is written, but would not, and so it is refused. So it is in all stages for what is the *target*.
-* What a layer hands on and keeps (a buffer, a state, a queue) may change with the next micro-batch
-  before the next stage reads it. So a copy is sent, and that is *aliased*, too.
+* BORROWED: the caller's mini-batch, whose micro-batches share one version counter, and the inputs
+  of a cell that is recomputed; also in later stages to which a layer passes such a tensor. A cell
+  that may write into it works on a copy.
+* SHARED: a tensor that was sent twice, or inputs in overlapping memory. Writing is refused, since
+  other users would not see it.
+* TARGET: the target's memory. Writing is refused in all stages.
 
-All other inputs are the cell's own. A layer may write in one call of a thousand, so what is lent is
-copied in each call, unless the layers that see it are of kinds that never write. ``inference_mode``
-counts no versions: there what is aliased is compared.
+A tensor that a layer both returns and keeps (a buffer, a state, a queue) may change with the next
+micro-batch before the next stage reads it. So a copy is sent, flagged SHARED.
+
+The cell owns all other inputs. A layer may write in one call of a thousand, so each call copies
+borrowed tensors, unless all layers that see them are of kinds that never write. Under
+``inference_mode``, which counts no versions, values of shared tensors are compared.
 """
 
 from __future__ import annotations
@@ -34,15 +36,15 @@ from syncpipe.data import (
 )
 from syncpipe.runtime.recomputation import version_of
 
-#: Marks of a tensor; 0 for one that belongs to the cell alone. No marks at all: all are 0.
+#: Ownership flags of a tensor; 0: the cell owns it. An empty list of flags: all are 0.
 SHARED, BORROWED, TARGET = 1, 2, 4
 
 
 def may_write(partition: nn.Sequential, *, pops: bool) -> bool:
-    """Whether layers may write into what their stage is given.
+    """Whether layers may write into the inputs of their stage.
 
-    PyTorch's own layers do so if they say ``inplace``, and of others nobody knows. Any of them may
-    see a skip that the stage ``pops``.
+    PyTorch's own layers write only if ``inplace`` is set; other layers may write. Any layer may see
+    a skip that the stage ``pops``.
     """
     if _hooked(partition) or global_hooks._global_forward_pre_hooks:
         return True
@@ -50,7 +52,7 @@ def may_write(partition: nn.Sequential, *, pops: bool) -> bool:
         if not all(map(_never_writes, layer.modules())) or global_hooks._global_forward_hooks:
             return True
         if not pops and any(p is not None for p in layer._parameters.values()):
-            return False  # what it returns is new, and those behind it see that
+            return False  # a layer with parameters returns a new tensor to the layers after it
     return False
 
 
@@ -78,7 +80,7 @@ def _hooked(module: nn.Module) -> bool:
 
 
 def input_flags(inputs: Any, target: Any) -> list[int]:
-    """The marks of what comes from the caller, with its target."""
+    """The ownership flags of inputs that come from the caller, with their target."""
     goals, tensors = tensors_in(target), tensors_in(inputs)
     return [
         BORROWED | flag | (TARGET if any(overlap(tensor, goal) for goal in goals) else 0)
@@ -87,7 +89,7 @@ def input_flags(inputs: Any, target: Any) -> list[int]:
 
 
 def overlap_flags(inputs: Any) -> list[int]:
-    """The marks of tensors that overlap with each other."""
+    """The ownership flags of inputs, SHARED where two tensors overlap."""
     tensors = tensors_in(inputs)
 
     def overlaps(tensor: Tensor) -> bool:
@@ -100,13 +102,13 @@ def overlap_flags(inputs: Any) -> list[int]:
 def passthrough_flags(
     inputs: Any, owners: Sequence[int], outputs: Any, *, all_borrowed: bool, target: Any = None
 ) -> list[int]:
-    """The marks of a cell's outputs, for those that are what it was lent; nothing if all are 0.
+    """The ownership flags of outputs that are borrowed inputs passed through; empty if all are 0.
 
-    It was lent ``all_borrowed`` inputs if they are the caller's, or it is recomputed from them.
+    ``all_borrowed``: the inputs are the caller's, or the cell is recomputed from them.
     """
     given, made = inputs[0], outputs[0]
     alone = type(given) is type(made) is Tensor and not (inputs[1] or outputs[1])
-    if alone and storage_of(given) != storage_of(made):  # mostly it is so
+    if alone and storage_of(given) != storage_of(made):  # the common case
         return []
     borrowed: dict[Any, int] = {}
     flags = owners or input_flags(inputs, target)
@@ -119,9 +121,9 @@ def passthrough_flags(
 
 
 def sent_flags(outputs: tuple[Any, Sequence[Any]], passed: Sequence[int]) -> list[Sequence[int]]:
-    """The marks of a cell's activation, and of each of its skips, on their way to other stages.
+    """The ownership flags of a cell's activation, and of each skip, for the stages that get them.
 
-    ``passed`` is what :func:`passthrough_flags` says of them.
+    ``passed`` are their :func:`passthrough_flags`.
     """
     parts = [tensors_in(part) for part in (outputs[0], *outputs[1])]
     all_parts = [tensor for part in parts for tensor in part]
@@ -139,10 +141,10 @@ def sent_flags(outputs: tuple[Any, Sequence[Any]], passed: Sequence[int]) -> lis
 def own_memory(
     inputs: Any, outputs: Any, passed: Sequence[int], *, all_leaves: bool
 ) -> tuple[Any, Sequence[int]]:
-    """The outputs of a cell to send, copies of those that something else holds; and their marks.
+    """The outputs of a cell, with copies of those that a layer keeps; and their ownership flags.
 
-    What has a graph was made in the cell, and no parameter changes before the optimizer's step
-    (unless ``all_leaves`` may). What the cell was given is marked already.
+    Outputs with a graph are new, and parameters change in the optimizer's step only (unless
+    ``all_leaves`` may change). Inputs that are passed through have their flags already.
     """
     alone = type(outputs[0]) is Tensor and not outputs[1]
     tensors = [outputs[0]] if alone else tensors_in(outputs)
@@ -165,7 +167,7 @@ def own_memory(
 
 
 def _is_held(tensor: Tensor) -> bool:
-    """Whether other tensors use its memory, or something else the tensor of which it is a view."""
+    """Whether other tensors use the tensor's memory, or other references its base."""
     view = tensor._base is not None
     return (
         tensor._use_count() > 1  # type: ignore[attr-defined]
@@ -179,14 +181,15 @@ def _references_to_base(tensor: Tensor) -> int:
 
 
 _OUTPUTS = torch.empty(1), ()
-_ALONE = next(map(getrefcount, tensors_in(_OUTPUTS)))  # the outputs, and who asks
+_ALONE = next(map(getrefcount, tensors_in(_OUTPUTS)))  # references without other holders
 _ALONE_BASE = _references_to_base(torch.empty(2)[:1])
 
 
 class GuardedInputs:
-    """The inputs of a cell that may write into them (``copy``), and a ``tree`` that it gets.
+    """The inputs of a cell, with copies of borrowed tensors if the cell may write (``copy``).
 
-    Whatever the marks are, all are lent if the cell is computed ``again`` from them.
+    Attributes:
+        tree: the inputs for the cell. All count as borrowed if they are ``kept`` to recompute it.
     """
 
     def __init__(
@@ -195,8 +198,8 @@ class GuardedInputs:
         tensors, grad = tensors_in(inputs), torch.is_grad_enabled()
         owners = owners or [0] * len(tensors)
         self._flags = [flag | BORROWED for flag in owners] if kept else owners
-        # What is aliased will be refused. PyTorch refuses to write into a leaf, and autocast knows
-        # it from a copy.
+        # Writing into shared tensors is refused later. PyTorch refuses to write into a leaf, and
+        # autocast treats a leaf and its copy differently.
         to_copy = [
             copy and flag == BORROWED and not (grad and tensor.is_leaf and tensor.requires_grad)
             for flag, tensor in zip(self._flags, tensors, strict=True)
@@ -213,13 +216,13 @@ class GuardedInputs:
         ]
 
     def written(self, where: str) -> bool:
-        """Whether the cell has written into any of them.
+        """Whether the cell has written into any input.
 
         Raises:
-            RuntimeError: somebody else should have seen it.
+            RuntimeError: the cell wrote into a shared tensor or the target.
         """
         written = [
-            bool(((now != then) & (now == now)).any())  # what is no number equals nothing
+            bool(((now != then) & (now == now)).any())  # NaN is unequal to itself
             if isinstance(then, Tensor)
             else version_of(now) != then
             for now, then in zip(self._tensors, self._before, strict=True)
@@ -228,8 +231,8 @@ class GuardedInputs:
         if any(each and flag for each, flag in zip(written, shared, strict=True)):
             raise RuntimeError(
                 f"{where} modified in place a tensor whose memory others use as well (another "
-                "input or the target that is a view of it; or it crossed a stage boundary more "
-                "than once, as a skip for example; or a layer keeps it): they would not see it. "
-                "Let the layer work on a copy (for an activation: inplace=False)"
+                "input or the target is a view of it; or it crossed a stage boundary more than "
+                "once, for example as a skip; or a layer keeps it), and they would not see the "
+                "change. Let the layer work on a copy (for an activation: inplace=False)"
             )
         return True in written

@@ -1,4 +1,4 @@
-"""Partitions on their workers: what is kept from call to call."""
+"""A pipeline: partitions on their workers; lives from call to call."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _T = TypeVar("_T")
 
 
 class Modes:
-    """The modes of modules: several threads at a time may run by them, or one may change them."""
+    """A lock for the modes of modules: many threads may use them, or one thread may change them."""
 
     def __init__(self) -> None:
         self._ended = threading.Condition(forkable())
@@ -33,7 +33,7 @@ class Modes:
         self._changing: threading.Thread | None = None
 
     def using(self, run: Callable[[], _T]) -> _T:
-        """Runs something that goes by them, when no other thread has changed them for a while."""
+        """Runs a function that uses the modes, while no other thread changes them."""
         thread = threading.current_thread()
         before = self._running[thread]
 
@@ -48,11 +48,11 @@ class Modes:
                 self._running[thread] = before
                 self._ended.notify_all()
 
-        # Whoever changes them, or runs by them, may want a generator that this thread holds.
+        # The thread that holds this lock may wait for a generator that this thread holds.
         return run_and_undo(lambda: (without_generators(enter), run())[1], leave)
 
     def changing(self, run: Callable[[], _T]) -> _T:
-        """Runs something that changes them and puts them back."""
+        """Runs a function that changes the modes and restores them."""
         thread, before = threading.current_thread(), self._changing
 
         def enter() -> None:
@@ -61,7 +61,7 @@ class Modes:
                     number for other, number in self._running.items() if other is not thread
                 ):
                     self._ended.wait()
-                self._running = +self._running  # forgets those that are through
+                self._running = +self._running  # drops the threads that have finished
                 self._changing = thread
 
         def leave() -> None:
@@ -79,17 +79,17 @@ class Pipeline:
     Args:
         partitions: the partitions, already on their devices.
         names: for each layer its name in the wrapped module.
-        workers: for each partition the workers that serve it, the owner first.
+        workers: for each partition its workers, the owner first.
 
     Attributes:
         n: the number of stages.
         replica_indices: for each stage the indices of its replicas, the owner's first.
         stages: the stages, then all other replicas, stage by stage.
         worker_of: for each of ``stages`` the index of its worker.
-        placement: for each stage the index of its worker, or those of its replicas.
-        has_joined: whether outputs of several micro-batches were put together before.
-        streaming: whether ``train_stream`` is on its way, so that weights are of no one moment.
-        modes: whoever runs a forward of ``pipe(x)`` uses them, and an evaluation changes them.
+        placement: for each stage the index of its worker, or of each replica's worker.
+        has_joined: whether outputs of several micro-batches were ever gathered.
+        streaming: whether ``train_stream`` runs, so that stages have weights of different updates.
+        modes: used by each forward of ``pipe(x)``, changed by each evaluation.
         results: the index of the replica on whose device the caller gets the outputs.
     """
 
@@ -130,7 +130,7 @@ class Pipeline:
         self._drawing = [s.partition for s in self.stages if s.generators.in_modules]
         self.engine = Engine(self.workers)
         self.has_joined = self.streaming = False
-        self.training = threading.RLock()  # what a failed call puts back must be its own
+        self.training = threading.RLock()  # a failed call must restore its own gradients only
         self.modes = Modes()
         self.process = os.getpid()
         self.shared = SharedTensors(self.stages[:n], [owner for owner, *_ in workers])
@@ -144,12 +144,12 @@ class Pipeline:
         self.outgoing = [[edge for edge in edges if edge.source == s.j] for s in self.stages]
 
     def with_modes(self, run: Callable[[], _T]) -> _T:
-        """Runs a forward or a backward of ``pipe(x)``; not while another thread evaluates."""
+        """Runs a forward or backward of ``pipe(x)`` while no other thread evaluates."""
         return run() if self.engine.is_running() else self.modes.using(run)
 
     @property
     def drawing_modules(self) -> list[nn.Module]:
-        """The modules, as they are now, that hold generators by themselves while a call runs."""
+        """The current modules that hold the CPU's generator for their own forwards."""
         return modules_that_draw(self._drawing)
 
     @property

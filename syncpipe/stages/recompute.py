@@ -1,4 +1,4 @@
-"""Cells that store nothing, and run once more."""
+"""Recomputed cells: forwards that drop their graph, and their recomputation."""
 
 from __future__ import annotations
 
@@ -31,31 +31,31 @@ from syncpipe.stages.inplace import GuardedInputs, input_flags, overlap_flags, o
 
 
 class Record:
-    """What is noted of a cell in its forward, for its recomputation."""
+    """Facts that a forward notes for the recomputation of its cell."""
 
     def __init__(self, policy: Selective | None) -> None:
         self.drawn: dict[int, Any] = {}
-        self.rows: list[Any] = []  # of embeddings with max_norm
+        self.rows: list[Any] = []  # the rows of embeddings with max_norm
         self.saved = None if policy is None else (policy.contexts(), deque[list[Tensor]]())
 
 
 class StageRecomputation:
-    """How the cells of a stage are recomputed in one call."""
+    """The recomputation of a stage's cells in one call."""
 
     def __init__(self, run: Any, mode: StageMode) -> None:
         self.run, self.stage = run, run.stage
         self.policy = mode if isinstance(mode, Selective) else None
-        self.modules: ModuleState | None = None  # as they are in this call
-        self._new = True  # nothing was computed without storing yet
-        self._compared = 0  # the last cell whose recomputation may be compared
+        self.modules: ModuleState | None = None  # the modules in this call
+        self._new = True  # whether no cell has run yet
+        self._compared = 0  # the last micro-batch whose stored tensors are compared
 
     def forward(
         self, i: int, inputs: Any, detached: Any, owners: Sequence[int], target: Any = None,
         begun: Callable[[Recomputation], None] | None = None,
     ) -> tuple[Any, Recomputation | None]:  # fmt: skip
-        """As that of a ``StageRun``, but the graph is dropped; with what computes it again.
+        """As ``StageRun.forward``, but drops the graph; returns the recomputation, too.
 
-        That is None where the graph has to be kept: the layers changed what cannot be put back.
+        The recomputation is None if backward needs the graph: a layer's change cannot be undone.
         """
         if self.modules is None:
             self.modules = self._module_state()
@@ -83,12 +83,14 @@ class StageRecomputation:
         writes = run.writes or any(owners)
         if begun is not None:
             cell.keep(partial(compute, recomputing=True), detached)
-            cell.mutates_inputs = writes  # as long as nobody knows whether it does
+            cell.mutates_inputs = writes  # assumed until the forward has ended
             begun(cell)
-        shapes = None  # the first cell of a call is compared with its recomputation
-        if i <= self._compared and stage.compares_later:  # a script compiles itself in its second
-            stage.compares_later, self._compared = False, 1  # run, and stores other tensors then
-        elif i <= self._compared:  # in the first call with shapes
+        # The first cell of a call is compared with its recomputation, in the first call by shapes,
+        # too. TorchScript compiles itself in its second run, and then stores other tensors.
+        shapes = None
+        if i <= self._compared and stage.compares_later:
+            stage.compares_later, self._compared = False, 1
+        elif i <= self._compared:
             shapes = stage.is_new(("stored", stage.partition.training))
         if writes:
             given = GuardedInputs(inputs, owners, copy=run.writes, kept=True)
@@ -98,7 +100,7 @@ class StageRecomputation:
                 cell.stored = None
         else:
             outputs = cell.forward(compute, inputs, shapes)
-        if self._new or modules.lazy:  # it may have made its parameters only now
+        if self._new or modules.lazy:  # the forward may have made parameters
             self._new = False
             after = self._module_state()
             if modules.lazy or not after.like(modules):
@@ -118,7 +120,7 @@ class StageRecomputation:
         assert record.saved is not None
         contexts, states = record.saved
         with ExitStack() as around:
-            # A cast that was found in the cache would be missing when this runs again.
+            # The recomputation would not find the forward's cached casts.
             around.callback(torch.set_autocast_cache_enabled, torch.is_autocast_cache_enabled())
             torch.set_autocast_cache_enabled(False)
             around.enter_context(contexts[recomputing])
@@ -129,7 +131,7 @@ class StageRecomputation:
         return result
 
     def checkpointed(self, i: int, inputs: Any, owners: Sequence[int]) -> Any:
-        """Computes cell ``(i, j)`` as a part of a graph that stores nothing of it."""
+        """Computes cell ``(i, j)`` as part of a plain graph that stores only the inputs."""
         begun: list[Recomputation] = []
         running = True
         flags = [tensor.requires_grad for tensor in tensors_in(inputs)]
@@ -143,7 +145,7 @@ class StageRecomputation:
                 return outputs
             recomputation, following = begun[0], iter(flags)
             if running and (self._new or recomputation.modules.lazy):
-                recomputation.modules = self._module_state()  # a backward in its forward
+                recomputation.modules = self._module_state()  # a backward inside the forward
             given = map_tensors(
                 lambda tensors: [t.detach().requires_grad_(next(following)) for t in tensors],
                 recomputation.inputs,
@@ -152,17 +154,17 @@ class StageRecomputation:
             run_again = partial(self.run.recompute, recomputation, given, epoch, keep=True)
             in_modules = self.stage.generators.in_modules
             drawing = modules_that_draw([self.stage.partition]) if in_modules else []
-            # The order of locks is: stage before random state.
+            # Locks of stages come before those of generators.
             return without_generators(partial(let_modules_hold, drawing, run_again))
 
-        like = torch.empty(0, device=self.stage.device)  # tells what kind of device it is
+        like = torch.empty(0, device=self.stage.device)  # shows `checkpoint` the device type
         return checkpoint(
             run, like, use_reentrant=False, preserve_rng_state=False, early_stop=False
         )
 
 
 def in_units(parent: Any, i: int, value: Any) -> Any:
-    """The layers of a cell, one unit after another: those that are recomputed by themselves."""
+    """Runs the layers of a cell unit by unit; some units are recomputed by themselves."""
     store = current_store() if parent.stage.has_skips else None
     inputs: Any = (value, ())
     given = [inputs]  # nothing else writes into the memory of these
@@ -185,18 +187,18 @@ def in_units(parent: Any, i: int, value: Any) -> Any:
 
 
 class _SavedStates(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Notes the states of the generators after each random operation; recomputing: puts them back.
+    """Saves the generators' states after each random operation, and restores them in recomputation.
 
-    It also sees which results are written into. Of kernels that write into views of these which
-    count no versions (those of ``nn.GRU``) PyTorch sees nothing, and what is saved would be wrong.
+    Also notes which results are written into. PyTorch misses kernels that write into views without
+    versions (those of ``nn.GRU``), so that a saved result would be wrong.
     """
 
     def __init__(self, stage: Any, states: deque[list[Tensor]], recomputing: bool) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._generators, self._recomputing = stage.generators.own, recomputing
         self._states = states
-        self._made: dict[int, Any] = {}  # by storage the operation whose result it is
-        self._written: dict[int, Any] = {}  # and the last one that wrote into it
+        self._made: dict[int, Any] = {}  # by storage the operation that made it
+        self._written: dict[int, Any] = {}  # by storage the last operation that wrote into it
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
@@ -209,8 +211,8 @@ class _SavedStates(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return result
         if not self._recomputing:
             self._states.append(states_of(self._generators))
-        # There is none if other operations are run this time, which whoever looks for their
-        # results will say. Operations that may be random and are not need no turn.
+        # No state is left if the recomputation runs other operations, which PyTorch reports.
+        # Operations that may draw, but did not, hold no generators.
         elif (states := self._states.popleft() if self._states else []) and holds_generators():
             put_back_states(self._generators, states)
         return result
@@ -220,22 +222,22 @@ class _SavedStates(TorchDispatchMode):  # type: ignore[no-untyped-call]
             if func._schema.is_mutable:
                 self._written[storage] = func
             elif storage not in self._made or storage not in map(storage_of, tensors_in(given)):
-                self._made[storage] = func  # else it is a view
+                self._made[storage] = func  # not a view of an argument
                 self._written.pop(storage, None)
 
     def check(self, saved: Any, where: str) -> None:
-        """Refuses results that were saved, as PyTorch does it, and written into unseen."""
+        """Refuses saved results that were written into without a new version."""
         for key, entries in saved.items() if isinstance(saved, dict) else ():
             for entry in tree_leaves(entries):
                 tensor = getattr(entry, "val", None)
                 if not isinstance(tensor, Tensor) or tensor._version != entry.version:
-                    continue  # PyTorch refuses it
+                    continue  # PyTorch refuses it itself
                 storage = storage_of(tensor)
                 if storage in self._written and self._made.get(storage) is key:
                     raise RuntimeError(
                         f"checkpoint=Selective(...) saves the results of {key}, and in {where} "
-                        f"{self._written[storage]} wrote into one of them by a view that counts "
-                        "no versions (as the kernels of nn.GRU do), so that gradients would be "
-                        f"wrong: do not let the policy save {key} there, or give this stage "
-                        "another mode, checkpoint=[..., 'always', ...]"
+                        f"{self._written[storage]} wrote into one of them through a view without "
+                        "versions (as kernels of nn.GRU do), so gradients would be wrong: let the "
+                        f"policy not save {key}, or give this stage another mode, "
+                        "checkpoint=[..., 'always', ...]"
                     )

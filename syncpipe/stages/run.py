@@ -2,12 +2,12 @@
 
     (input, skips in)  -->  layer, layer, layer  -->  (output, skips out)
 
-This is all that a plain stage does. What else there may be, plugs in at four places, each decided
-once for a call, so that a stage that has nothing of it pays nothing for it:
+Everything else plugs in at four places. Each is decided once per call, so that a plain stage pays
+nothing:
 
     layers      in place of the loop over the layers         ``drawing``: random numbers; units
-    WRAPPERS    around a cell, forward and recompute         ``wrappers``: skips, hooks, tensors
-    guard       around a forward whose inputs are others'    ``inplace``
+    WRAPPERS    around forward and recomputation             ``wrappers``: skips, hooks, tensors
+    guard       around a forward with borrowed inputs        ``inplace``
     recompute   in place of a forward                        ``recompute``
 """
 
@@ -30,37 +30,36 @@ from syncpipe.stages import drawing, recompute, wrappers
 from syncpipe.stages.inplace import GuardedInputs, input_flags, may_write
 from syncpipe.stages.stage import Stage
 
-#: The value that travels along the layers, and skips.
+#: The activation, and the skips.
 Inputs = tuple[Any, tuple[Any, ...]]
-#: Runs a cell: the micro-batch, its inputs, the record of a cell that is recomputed, and whether
-#: this is the recomputation.
+#: Runs a cell: micro-batch, inputs, record of a recomputed cell, whether this is the recomputation.
 Runner = Callable[[int, Inputs, Any, bool], Inputs]
 
 _T = TypeVar("_T")
-#: A normalisation in training was given one sample.
+#: For a normalisation in training that got one sample.
 _ONE_SAMPLE = (
     "the last micro-batches of a mini-batch may be smaller than the others: use another batch size "
     "or number of chunks, DataLoader(..., drop_last=True), or eval() of this normalisation"
 )
-#: PyTorch's checkpoint cannot run a layer.
+#: For a layer that torch.utils.checkpoint cannot run.
 _NO_HOOKS = (
-    "single layers are recomputed by torch.utils.checkpoint, which torch.func in a layer does not "
-    "support: give the stage checkpoint='always', or leave the layer out"
+    "single layers are recomputed by torch.utils.checkpoint, which does not support torch.func in "
+    "a layer: give the stage checkpoint='always', or leave the layer out"
 )
 
 
 class StageRun:
-    """A stage in one call of ``m`` micro-batches, bound to what is the same for all of its cells.
+    """A stage in one call of ``m`` micro-batches.
 
     Attributes:
-        forwards_done: how many cells went forward so far, in a list (which units have in common).
-        statistics: collects those of deferred BatchNorm, for all replicas of the stage.
-        parent: that of the stage of which this is a unit; or itself.
+        forwards_done: the number of cells that ran forward, in a list that all units share.
+        statistics: collects the statistics of deferred BatchNorm, for all replicas of the stage.
+        parent: the run of the stage of which this is a unit; or itself.
         substitute_of: by the identity of a tensor of its modules, the tensor that its cells use:
             ``swaps`` put it into the modules during a run, or ``shallow`` copies of them have it.
-        units: its pieces, if they are recomputed one by one, and whether each is.
-        draws: what is known of the random numbers of its layers.
-        recomputation: how its cells are recomputed.
+        units: the pieces that are recomputed one by one, and for each whether it is.
+        draws: the random numbers of its layers.
+        recomputation: the recomputation of its cells.
     """
 
     def __init__(
@@ -93,24 +92,24 @@ class StageRun:
 
     @property
     def all(self) -> list[StageRun]:
-        """All that runs layers: itself and its units."""
+        """This run and the runs of its units."""
         return [self, *[unit for unit, _ in self.units]]
 
     @cached_property
     def writes(self) -> bool:
-        """Whether its layers may write into inputs."""
+        """Whether layers may write into the inputs."""
         return may_write(self.stage.partition, pops=bool(self.stage.pops))
 
     def forward(
         self, i: int, inputs: Inputs, owners: Sequence[int] = (), target: Any = None
     ) -> Inputs:
-        """Computes cell ``(i, j)``: the output of the last layer, with the skips for other stages.
+        """Computes cell ``(i, j)``: the output of the last layer, and the skips for other stages.
 
         Args:
             i: the micro-batch.
             inputs: the input of the first layer, and the skips that this stage pops.
-            marks: for each tensor of the inputs who else it belongs to; nothing if nobody.
-            target: what came with the inputs from the caller.
+            owners: for each tensor of the inputs its ownership flags (``inplace``); empty: all 0.
+            target: the target that came with the caller's inputs.
         """
         plain = not (owners or self.stage.changes.any or profiler._is_profiler_enabled)
         if plain and not (self.first and self.writes):
@@ -133,13 +132,13 @@ class StageRun:
         return outputs
 
     def count(self) -> None:
-        """A cell went forward."""
+        """Counts a forward; the last one moves running statistics."""
         self.forwards_done[0] += self._counts
         if self.stage.commits and self.forwards_done[0] == self.m and self.statistics is not None:
             self.statistics.commit()
 
     def run(self, i: int, inputs: Inputs, record: Any, recomputing: bool) -> Inputs:
-        """The layers of a cell, with all that may be around them."""
+        """Runs a cell, as a range of an active profiler."""
         if profiler._is_profiler_enabled:
             kind = "recompute" if recomputing else "forward"
             name = f"syncpipe {kind} stage {self.stage.j} micro-batch {i}"
@@ -158,7 +157,7 @@ class StageRun:
         return run
 
     def layers(self, i: int, inputs: Inputs, record: Any, recomputing: bool) -> Inputs:
-        """The layers one after another, and nothing else."""
+        """Runs the layers one after another."""
         value, k, layer = inputs[0], 0, None  # Ctrl-C may come before the first
         unpack = self.partition.unpack
         try:
@@ -173,7 +172,7 @@ class StageRun:
         return recompute.in_units(self, i, inputs[0]), ()
 
     def explain(self, error: BaseException, i: int, k: int, layer: Any, value: Any) -> None:
-        """Notes on an exception which layer raised it, and what may be wrong."""
+        """Adds the layer that raised an exception, and possible causes, as notes."""
         annotate(error, f"in {self.stage.layer(k)} of {self.words} {i}")
         if note := call_note(error, layer, value, unpack=self.partition.unpack):
             annotate(error, note)
@@ -183,7 +182,7 @@ class StageRun:
             annotate(error, _NO_HOOKS)
 
     def locked(self, run: Callable[..., _T], *args: Any) -> _T:
-        """Runs something that may touch the buffers of this stage."""
+        """Runs a function that may use the buffers of this stage, under its lock."""
         changes = self.stage.changes
         if not changes.any or OUTERMOST.get() is not None:
             return run(*args)

@@ -1,10 +1,9 @@
-"""Other tensors in modules: copies of leaves for tied weights and replicas, versions of a stream.
+"""Substitutes for tensors in modules: leaves for tied weights and replicas, versions of a stream.
 
-Outside of running cells there is one tensor. Its owner is the first stage that has it, or the first
-replica of its stage. Whoever else computes with it has a leaf of its own: a copy on its device, as
-fresh as the original is when a call begins, or where that is the same memory the very same values.
-So no two workers ever add to one gradient. What such a leaf gets goes to the owner, in a fixed
-order::
+Between calls there is one tensor, owned by the first stage that has it, or by the first replica of
+its stage. Every other stage or replica computes with a leaf of its own: a copy, made when a call
+begins, or in the same memory an alias. So no two workers add to one gradient. The gradients of such
+leaves go to the owner in a fixed order::
 
     owner (stage 0)   weight ----- copy, once ------> stage 3      before the first cell
                         ^                               |
@@ -14,16 +13,15 @@ order::
                                                    +-->  stage 1   0 1 2 3 4 ..
     stage 0, replica 1   micro-batches 1 3 5 ..  --+
 
-The gradient of a tied weight begins the backward of the weight in cell ``(i, 0)``, and that of the
-cell is added to it: the plain model's order. (Over a third stage in between it goes from stage to
-stage.) A replica adds up those of its micro-batches, and when it is through it sends them to the
-owner, who adds them to its own: replica 1, 2, and so on. To what runs, a replica is a stage of its
-own, over shallow copies of the modules, as ``torch.nn.parallel.replicate`` makes them.
+Cell ``(i, 0)`` adds its own gradient of a tied weight to the one that it receives, in the order of
+the plain model. (A third stage in between adds its gradient, too.) A replica sends the sums of
+its gradients to the owner, which adds those of replica 1, 2, and so on. In a program a replica is
+one more stage, over shallow copies of the modules, like those of ``torch.nn.parallel.replicate``.
 
-A cell runs on shallow copies, too, where other threads run its modules or look at them (another
-call, the loss function, which may go through all parameters). Versions of a stream, and leaves for
-modules whose ``forward`` is their own (compiled), are put into the modules themselves, and taken
-out after the run; the lock of the stage is held meanwhile.
+A cell also runs on shallow copies if other threads may run its modules or look at them (another
+call; the loss function, which may read all parameters). Versions of a stream, and leaves for
+modules with their own ``forward`` (compiled), are put into the modules, and removed after the run,
+under the lock of the stage.
 """
 
 from __future__ import annotations
@@ -52,14 +50,14 @@ from syncpipe.stages.run import StageRun
 from syncpipe.stages.stage import Partition, Stage
 
 _OWN_FORWARD = ("forward", "_compiled_call_impl")
-_OF_PIPES = ("_layout", "_modules", "_pipeline")  #: what a copy of one has made of copied layers
+_OF_PIPES = ("_layout", "_modules", "_pipeline")  # attributes that a copied Pipe makes for itself
 _MISSING = object()
 
-# In all of this ``substitute_of`` says, by the identity of a tensor, what is in its place.
+# Throughout, ``substitute_of`` maps the identity of a tensor to its substitute.
 
 
 def substitute(tensor: Tensor, value: Tensor, trained: bool | None = None) -> Tensor:
-    """A leaf with the memory of ``value`` that is to a module what ``tensor`` is."""
+    """A leaf with the memory of ``value`` and the class and attributes of ``tensor``."""
     leaf = value.detach()
     if type(leaf) is not type(tensor):
         leaf = torch.Tensor._make_subclass(type(tensor), leaf)
@@ -71,15 +69,15 @@ def substitute(tensor: Tensor, value: Tensor, trained: bool | None = None) -> Te
 def use_substitutes(
     run: StageRun, substitute_of: dict[int, Tensor], shallow: dict[Stage, ShallowCopy]
 ) -> None:
-    """Lets the cells of a stage compute with other tensors."""
+    """Makes the cells of a stage compute with substitutes."""
     for each in run.all:
         each.substitute_of, each.shallow = substitute_of, shallow.get(each.stage)
         each.swaps = [] if each.shallow else swaps_of(each.partition, substitute_of)
-        each.stage.changes.any = True  # what is in modules is seen by all threads
+        each.stage.changes.any = True  # all threads see the modules
 
 
 def swaps_of(partition: nn.Module, substitute_of: dict[int, Tensor]) -> list[Swap]:
-    """What lets the modules themselves compute with other tensors."""
+    """The swaps that put substitutes into the modules themselves."""
     found: list[Swap] = []
     for module in partition.modules():
         for held in (module._parameters, module._buffers):
@@ -95,18 +93,18 @@ def swaps_of(partition: nn.Module, substitute_of: dict[int, Tensor]) -> list[Swa
 
 
 def _substituted(weights: list[Any], substitute_of: dict[int, Tensor]) -> list[Any]:
-    """A list with other tensors, as the flat weights of an LSTM."""
+    """A list of tensors (such as the flat weights of an LSTM) with their substitutes."""
     return [substitute_of.get(id(item), item) for item in weights]
 
 
 def has_own_forward(module: nn.Module) -> bool:
-    """Whether a module has a ``forward`` of its own, so that it cannot be copied."""
+    """Whether a module has its own ``forward``, which knows the module: it cannot be copied."""
     own = [module.__dict__.get(name) for name in _OWN_FORWARD]
     return any(value is not None and type(value) is not MethodType for value in own)
 
 
 class ShallowCopy:
-    """The modules of a partition once more, with other tensors; they last from call to call."""
+    """Copies of a partition's modules with substitutes; they live from call to call."""
 
     def __init__(self, partition: nn.Module) -> None:
         self._original = partition
@@ -116,10 +114,10 @@ class ShallowCopy:
         self.partition: Any = self.follow({})
 
     def follow(self, substitute_of: dict[int, Tensor]) -> Any:
-        """The copy, made what the modules are now.
+        """Updates the copy to the current modules, and returns it.
 
         Raises:
-            ValueError: a module has a ``forward`` that knows it.
+            ValueError: a module has its own ``forward``.
         """
         made: dict[int, tuple[nn.Module, Any]] = {}
         first: list[tuple[Any, Any, dict[str, Any], Sequence[str]]] = []
@@ -144,13 +142,13 @@ class ShallowCopy:
                 there, here = getattr(module, name), getattr(other, name)
                 if there is not here:
                     first.append((there, here, dict(here), internal))
-        # Only now: copies that Ctrl-C came between are these next time, too.
+        # Set at the end, so that after Ctrl-C the next call finds the former copies.
         self._made, self._first, self._original_of = made, first, original_of
         self.partition = made[id(self._original)][1]
         return self.partition
 
     def give_back(self) -> None:
-        """Sets on the modules what a forward has set on their copies, or made in them."""
+        """Sets attributes on the modules that a forward has set on their copies."""
         for there, here, first, internal in self._first:
             for name in {**first, **here}:
                 value = here.get(name, _MISSING)
@@ -165,7 +163,7 @@ class ShallowCopy:
 def _state(
     module: nn.Module, substitute_of: dict[int, Tensor], made: dict[int, tuple[nn.Module, Any]]
 ) -> dict[str, Any]:
-    state = {ORIGINAL: module, **module.__dict__}  # that of a copy of a copy stays
+    state = {ORIGINAL: module, **module.__dict__}  # a copy of a copy keeps the first original
     for name, value in list(state.items()):
         if type(value) is MethodType and id(value.__self__) in made:
             state[name] = MethodType(value.__func__, made[id(value.__self__)][1])
@@ -173,11 +171,10 @@ def _state(
             state[name] = _substituted(value, substitute_of)
         elif substitute_of and name in _OWN_FORWARD and value is not None:
             raise ValueError(
-                f"a {type(module).__name__} has replicas, or weights in common with another "
-                "stage, so that shallow copies of it run; and its forward was compiled, or put "
-                "in the place of its class's, and knows this one module: give the stage one "
-                "device, choose a balance that puts what is tied into one stage, or compile "
-                "another layer"
+                f"a {type(module).__name__} has replicas, or shares weights with another stage, "
+                "so shallow copies of it run; but its forward was compiled or replaced, and is "
+                "bound to this one module: give the stage one device, choose a balance that puts "
+                "tied layers into one stage, or do not compile this layer"
             )
     state["_modules"] = {
         name: made.get(id(child), (None, child))[1] for name, child in module._modules.items()
@@ -192,7 +189,7 @@ def _state(
 
 
 class _Copy(NamedTuple):
-    """Of a tensor on another device; when it is there, and in which version it was made."""
+    """A copy of a tensor on another device, the event at which it is ready, and its version."""
 
     tensor: Tensor
     copy: Tensor
@@ -201,10 +198,9 @@ class _Copy(NamedTuple):
 
 
 class _Leaves:
-    """The leaves that stand for others in one call.
+    """The substitute leaves of one call.
 
-    No copy serves for the next one: what is written into the ``data`` of the original meanwhile
-    leaves no trace.
+    Copies are not reused by later calls: writes into the ``data`` of the original leave no trace.
     """
 
     def __init__(self) -> None:
@@ -228,7 +224,7 @@ class _Leaves:
 
 
 class SharedTensors:
-    """What the stages of a pipeline, each on its worker, share from call to call."""
+    """The tensors and modules that stages of a pipeline share; lives from call to call."""
 
     def __init__(self, stages: Sequence[Stage], workers: Sequence[Worker]) -> None:
         self._partitions = [stage.partition for stage in stages]
@@ -237,7 +233,7 @@ class SharedTensors:
         self._shallow: dict[Stage, ShallowCopy] = {}  # of modules that are in several stages
 
     def find(self) -> list[Tie]:
-        """The ties that there are now; what was tied or untied is moved to where it belongs now."""
+        """Returns the current ties; moves layers to their devices if ties have changed."""
         if len(self._partitions) < 2:
             return []
         ties = find_ties(self._partitions)
@@ -252,7 +248,7 @@ class SharedTensors:
     def copies_of_modules(
         self, ties: Sequence[Tie], runs: Sequence[StageRun], watched: Sequence[int]
     ) -> dict[Stage, ShallowCopy]:
-        """For stages whose modules others run meanwhile, or look at (``watched``), copies."""
+        """Makes copies for stages whose modules other workers run, or look at (``watched``)."""
         homes: dict[nn.Module, set[int]] = {}
         for place in chain.from_iterable(tie.places for tie in ties):
             homes.setdefault(place.module, set()).add(place.stage)
@@ -261,7 +257,7 @@ class SharedTensors:
             if len({self._workers[j] for j in home}) > 1:
                 copied |= home
             for run in [run for j in home for run in runs[j].all]:
-                # Two threads may call the pipe, and would swap in one module.
+                # Two callers of the pipe would swap tensors in one module.
                 run.stage.changes.lock = runs[min(home)].stage.changes.lock
         before, self._shallow = self._shallow, {}
         for stage in [run.stage for j in copied for run in runs[j].all]:
@@ -270,21 +266,20 @@ class SharedTensors:
 
 
 class CallTies:
-    """The tied tensors of one call, whose streams wait for the caller already; to be made on the
-    caller's thread. Fills ``substitute_of`` and ``original_of`` of the call.
+    """The tied tensors of one call; made on the caller's thread after its streams were awaited.
+    Fills ``substitute_of`` and ``original_of`` of the call.
 
     Attributes:
-        edges: over which gradients go back, from a stage to the one before it that has the weight.
-        leaves: for each stage those of these that get gradients.
-        receivers: for each stage, and each of ``edges`` that leaves it, the leaves that its
-            gradients are for.
-        senders: for each stage the ``edges`` that come to it, with the leaves they are from.
+        edges: the edges of gradients, from a stage back to the one before it with the same weight.
+        leaves: for each stage its substitute leaves that need gradients.
+        receivers: for each stage, and each of ``edges`` that leaves it, the leaves that get the
+            gradients.
+        senders: for each stage the ``edges`` that end there, with the leaves that send gradients.
     """
 
     def __init__(self, call: Any, ties: Sequence[Tie], *, in_order: bool) -> None:
         streams_of, grad, substitute_of = call.streams_of, call.state.grad, call.substitute_of
-        # One worker alone goes forward in the plain model's order: what is written into a tied
-        # tensor is then seen as there.
+        # A lone worker runs forward in the plain model's order, also for writes into tied tensors.
         alone = all(each is streams_of[0] for each in streams_of)
         self._in_order = alone and (in_order or not grad)
         if not self._in_order:
@@ -319,11 +314,11 @@ class CallTies:
             self.senders[edge.target].append((edge, [there[id(t)] for t in tensors]))
 
     def foreign(self, j: int) -> set[int]:
-        """The tensors, by identity, that are in stage ``j`` but not its own."""
+        """The identities of tensors in stage ``j`` that other stages own."""
         return {id(tie.tensor) for tie in self._ties if j in tie.stages[1:]}
 
     def finish(self) -> None:
-        """Call after the last cell; a ``RuntimeError`` if a forward wrote into a tied tensor."""
+        """Checks after the last cell; ``RuntimeError`` if a forward wrote into a tied tensor."""
         for tie, version in () if self._in_order else zip(self._ties, self._versions, strict=True):
             now = [(version_of(tie.tensor), version)]
             for each in self._leaves.made.values():
@@ -332,9 +327,9 @@ class CallTies:
             if any(a != b for a, b in now):
                 raise RuntimeError(
                     f"{tie} are one tensor, and a layer modified it in place in its forward (an "
-                    "embedding with max_norm, or a buffer that it counts in). Stages see the "
-                    "micro-batches in another order than the plain model does, so it is not the "
-                    "same: choose a balance that puts these layers into one stage, or untie them"
+                    "embedding with max_norm, or a buffer that it counts in). Stages would apply "
+                    "the changes in another order than the plain model: choose a balance that puts "
+                    "these layers into one stage, or untie them"
                 )
 
 
@@ -342,21 +337,21 @@ class CallTies:
 
 
 class Replica:
-    """The layers of a stage once more, from call to call."""
+    """A replica of a stage's layers; lives from call to call."""
 
     def __init__(self, original: Partition) -> None:
         self._copy, self._lock = ShallowCopy(original), forkable()
-        self._leaves: dict[int, tuple[Tensor, Tensor]] = {}  # by identity: original, and own
+        self._leaves: dict[int, tuple[Tensor, Tensor]] = {}  # by identity: original, substitute
 
     @property
     def partition(self) -> Any:
-        """The partition with tensors of its own."""
+        """The partition with substitutes."""
         return self._copy.partition
 
     def follow(
         self, tensors: Sequence[Tensor], owner: DeviceStreams, streams: DeviceStreams
     ) -> None:
-        """Makes it what the partition is now, whose parameters and buffers these are."""
+        """Updates the replica to the partition, which has these parameters and buffers."""
         with self._lock:  # several threads may call the pipe
             made, leaves = _Leaves(), {}
             for tensor in tensors:
@@ -365,13 +360,13 @@ class Replica:
                 if (last.shape, last.dtype) == (leaf.shape, leaf.dtype):
                     if place_of(last) != place_of(leaf):
                         last.data = leaf.data
-                    leaf = last.requires_grad_(tensor.requires_grad)  # another call has it
+                    leaf = last.requires_grad_(tensor.requires_grad)  # a concurrent call uses it
                 leaves[id(tensor)] = tensor, leaf
             self._leaves = leaves
             self._copy.follow({key: leaf for key, (_, leaf) in leaves.items()})
 
     def part(self) -> None:
-        """Gives what is trained memory of its own until the next call, where it is the owner's."""
+        """Gives trained leaves memory of their own until the next call."""
         leaves = {}
         for key, (tensor, leaf) in self._leaves.items():
             shared = leaf.requires_grad and place_of(leaf) == place_of(tensor)
@@ -379,15 +374,15 @@ class Replica:
         self._copy.follow(leaves)
 
     def of(self, tensor: Tensor) -> Tensor:
-        """What it has in the place of a tensor."""
+        """The replica's substitute of a tensor."""
         return self._leaves[id(tensor)][1]
 
 
 class CallReplicas:
-    """The replicas in one call, as :class:`CallTies`.
+    """The replicas of one call, as :class:`CallTies`.
 
     Attributes:
-        trained: by index what gets gradients, in one order on all of a stage.
+        trained: by index the tensors that need gradients, in the same order on all replicas.
     """
 
     def __init__(self, call: Any) -> None:
@@ -395,8 +390,8 @@ class CallReplicas:
         self._owners = [runs[j] for j, *others in pipeline.replica_indices if others]
         self.trained: dict[int, list[Tensor]] = {}
         self._before: list[tuple[Stage, nn.Module, str, Tensor, int]] = []
-        self._places: list[tuple[Stage, int]] = []  # and how many parameters and buffers it has
-        #: Owners and replicas, in which mode, and whether these go by what earlier calls showed.
+        self._places: list[tuple[Stage, int]] = []  # stages, their number of parameters and buffers
+        #: Owners and replicas, their modes, and whether the replicas trust earlier calls.
         self._draws: list[tuple[StageRun, StageRun, Any, bool]] = []
         for (j, *others), replicas in zip(pipeline.replica_indices, pipeline.replicas, strict=True):
             if not others:
@@ -409,7 +404,7 @@ class CallReplicas:
                 replica.follow(tensors, streams_of[j], streams_of[index])
                 own = self.trained[index] = list(map(replica.of, trained))
                 call.original_of.update(zip(map(id, own), trained, strict=True))
-                if k < runs[j].m:  # else it has no micro-batch in this call
+                if k < runs[j].m:  # it has a micro-batch in this call
                     self._trust(runs[j], runs[index])
             for stage in [runs[index].stage for index in (j, *others)]:
                 places = list(places_of(stage.partition))
@@ -417,10 +412,9 @@ class CallReplicas:
                 self._before += [(stage, m, name, t, version_of(t)) for m, _, name, t in places]
 
     def _trust(self, owner: StageRun, run: StageRun) -> None:
-        """Lets a replica go by what was seen in earlier calls of which layers draw.
+        """Lets a replica trust earlier calls for which layers draw.
 
-        The first cell of a stage is watched under the lock of the generators. If all replicas were
-        each call would begin with one replica after the other.
+        Observing the first cell holds the generators: replicas would begin one after another.
         """
         kinds = [
             (type(m), m.training and (not isinstance(m, _DropoutNd) or m.p > 0))
@@ -435,30 +429,30 @@ class CallReplicas:
             run.draws.backward_draws = 0
 
     def let_train(self, replicas: Sequence[Sequence[Replica]]) -> None:
-        """Call where what is trained changes in the call itself, on each replica by itself."""
+        """Prepares a call that updates the weights of each replica by itself."""
         for replica in chain.from_iterable(replicas):
             replica.part()
         self._before = [each for each in self._before if not each[3].requires_grad]
 
     def finish(self) -> None:
-        """Call after the last cell: moves running statistics; a ``RuntimeError`` if a forward
-        wrote into a parameter or a buffer, or drew unexpectedly."""
+        """Moves running statistics after the last cell; ``RuntimeError`` if a forward wrote into a
+        parameter or a buffer, or drew unexpectedly."""
         for stage, module, name, tensor, version in self._before:
             now = module._parameters.get(name, module._buffers.get(name))
             if now is not tensor or version_of(tensor) != version:
                 raise RuntimeError(
                     f"{name!r} of a {type(module).__name__} changed in a call, and stage {stage.j} "
-                    "has replicas: each of them sees some of the micro-batches only, and what a "
-                    "layer counts in its buffers, or writes into its parameters, would be of "
-                    "these. Give the stage one device, or let the layer return it"
+                    "has replicas: each replica sees only some micro-batches, so counts in buffers "
+                    "and writes into parameters would differ between replicas. Give the stage one "
+                    "device, or let the layer return the value"
                 )
         for stage, size in self._places:
             if len(list(places_of(stage.partition))) != size:
                 raise RuntimeError(
                     f"a layer of stage {stage.j}, which has replicas, made or removed a parameter, "
-                    "a buffer or a module in its forward, and each replica did so by itself. From "
-                    "the next call on all have those of the first one: call again, or run the "
-                    "plain model once before it is made a Pipe"
+                    "a buffer or a module in its forward, on each replica separately. The next "
+                    "call copies those of the first replica: call again, or run the plain model "
+                    "once before making it a Pipe"
                 )
         unexpected: list[str] = []
         for owner, run, mode, trusted in self._draws:
@@ -473,10 +467,10 @@ class CallReplicas:
                 unexpected.append(f"a backward of stage {owner.stage.j}")
         if unexpected:
             raise RuntimeError(
-                f"{unexpected[0]}, which has replicas, drew random numbers for the first time only "
-                "now, and other replicas did not know that it would. It is known from the next "
-                "call on: call again. If a thread of yours draws random numbers meanwhile, give it "
-                "a torch.Generator of its own"
+                f"{unexpected[0]}, which has replicas, drew random numbers for the first time, "
+                "which other replicas did not expect. Call again: the next call expects it. If a "
+                "thread of yours draws random numbers meanwhile, give it a torch.Generator of its "
+                "own"
             )
         for owner in self._owners:
             if owner.statistics is not None:
@@ -484,7 +478,7 @@ class CallReplicas:
 
 
 def _check_replicated(stage: Stage) -> None:
-    """Refuses layers that cannot run on several devices at a time, by a ``ValueError``."""
+    """Raises ``ValueError`` for layers that cannot have replicas."""
     for k, layer in enumerate(stage.partition._modules.values()):
         for module in () if layer is None else layer.modules():
             if reason := _reason(module):
@@ -492,18 +486,18 @@ def _check_replicated(stage: Stage) -> None:
 
 
 def _reason(module: nn.Module) -> str:
-    """Why a module cannot have replicas; empty if it can."""
+    """The reason why a module cannot have replicas; empty if it can."""
     if isinstance(module, torch.jit.ScriptModule):
         return "is TorchScript, which computes with its own tensors only: give it one device"
     if getattr(module, "_syncpipe_skips_are_internal", False):
-        return "has a Pipe in it, which keeps its layers where they are: give it one device"
+        return "contains a Pipe, whose layers stay on their devices: give it one device"
     if any(t is not None and is_lazy(t) for t in module._parameters.values()):
-        return "has parameters without values: run the plain model once before it is made a Pipe"
+        return "has parameters without values: run the plain model once before making it a Pipe"
     moves = isinstance(module, _NormBase) and module.training and module.running_mean is not None
     if moves and not isinstance(module, DeferredBatchNorm):
         return (
-            f"has running statistics in its {type(module).__name__}, which micro-batches move one "
-            "after another: make the Pipe with deferred_batch_norm=True, call eval() of that "
+            f"has running statistics in its {type(module).__name__}, which micro-batches update "
+            "one after another: make the Pipe with deferred_batch_norm=True, call eval() of that "
             "normalisation, or give the stage one device"
         )
     if getattr(module, "max_norm", None) is not None and isinstance(

@@ -1,4 +1,4 @@
-"""A stage: one partition on one device, and what is known of it from call to call."""
+"""A stage: one partition on one device; lives from call to call."""
 
 from __future__ import annotations
 
@@ -18,58 +18,58 @@ from syncpipe.skip.layout import layer_skips
 from syncpipe.skip.skippable import is_skippable
 from syncpipe.skip.store import SkipKey
 
-#: The cell that runs here: its partition, and what runs the layers of that.
+#: The cell that runs on this thread: its partition, and the function that runs the layers.
 CELL: ContextVar[tuple[nn.Module, Callable[[Any], Any]] | None] = ContextVar(
     "syncpipe_cell", default=None
 )
 
 
 class Partition(nn.Sequential):
-    """The layers of one stage; called by hand it is an ordinary ``nn.Sequential``."""
+    """The layers of one stage; outside a cell an ordinary ``nn.Sequential``."""
 
-    defers = False  #: whether running statistics of context normalisations move once per mini-batch
+    defers = False  #: whether running statistics move once per mini-batch (deferred BatchNorm)
     unpack = False  #: whether tuples and dicts are spread over the arguments of the next layer
-    tied: frozenset[str] = frozenset()  #: the tensors that it shared with others when it was cut
+    tied: frozenset[str] = frozenset()  #: the tensors shared with other partitions at the start
 
     def forward(self, input: Any) -> Any:
         partition, layers = CELL.get() or (None, None)
         if layers is not None and partition is self:
             return layers(input)
-        if self.unpack:  # called by hand, or by a layer
+        if self.unpack:
             return chained(self._modules.values(), input)
         return super().forward(input)  # type: ignore[no-untyped-call]
 
     def compile(self, *args: Any, **kwargs: Any) -> None:
-        """Compile each layer: a pipe runs layers one by one."""
+        """Compile each layer by itself: a pipe runs layers one by one."""
         for layer in self:
             layer._compiled_call_impl = torch.compile(_called(layer._call_impl), *args, **kwargs)
 
 
 def _called(call: Callable[..., Any]) -> Callable[..., Any]:
-    """PyTorch before 2.15 compiles its own layers inside of a function only."""
+    """PyTorch before 2.15 compiles its own layers only inside a function."""
     return lambda *args, **kwargs: call(*args, **kwargs)
 
 
 class Stage:
-    """One partition on one device; or some of its layers, a unit that is recomputed by itself.
+    """One partition on one device; or a unit: layers of a stage that are recomputed by themselves.
 
     Args:
         j: the stage's index.
         partition: its layers.
         names: for each layer its name in the wrapped module.
         first: index of the first layer in the wrapped module.
-        device: where the layers are.
-        pops, stashes: the skips that come from other stages, and that go to others.
-        parent: the stage of which it is a unit.
+        device: the device of the layers.
+        pops, stashes: the skips from other stages, and those for other stages.
+        parent: the stage of which this is a unit.
 
     Attributes:
         index: the index in ``Pipeline.stages``, which has all replicas as well.
-        commits: whether it moves running statistics; where there are replicas, none does.
-        late: the layers that drew in a later micro-batch of a call, and not in its first.
-        backward_draws: the generators that backwards of the last call drew from.
-        drew: for replicas, by the modes of modules, from which generators layers drew.
-        changes: what its forwards change.
-        seen: the modes in which it ran.
+        commits: whether its run moves running statistics; replicas leave that to the call.
+        late: the layers that first drew in a later micro-batch of a call.
+        backward_draws: bit mask of the generators that backwards of the last call drew from.
+        drew: for replicas, by the modes of modules, for each layer the generators it drew from.
+        changes: the changes of its modules by forwards.
+        seen: the modes in which it has run.
     """
 
     def __init__(
@@ -105,18 +105,17 @@ class Stage:
 
     @property
     def layers_in_words(self) -> str:
-        """Which layers of the wrapped module these are."""
         first, last = self.first, self.first + len(self.names) - 1
         return f"layer {first}" if first == last else f"layers {first} to {last}"
 
     @property
     def hooked(self) -> bool:
-        """Whether hooks run around the partition as a whole."""
+        """Whether the partition itself has hooks."""
         return has_hooks(self.partition)
 
     @property
     def backward_is_deterministic(self) -> bool:
-        """Whether all layers are PyTorch's own, which draw in forward alone, without hooks."""
+        """Whether all layers are PyTorch's own (these draw in forward only) and have no hooks."""
         return not any(
             has_hooks(m)
             or not (m is self.partition or type(m).__module__.startswith("torch.nn.modules."))
@@ -132,24 +131,23 @@ class Stage:
         return True
 
     def describe(self, i: int) -> str:
-        """Cell ``(i, j)`` in words."""
+        """Names cell ``(i, j)`` for messages."""
         return f"stage {self.j} ({self.layers_in_words}), micro-batch {i}"
 
     def layer(self, k: int) -> str:
-        """A layer in words."""
+        """Names a layer for messages."""
         kind = type(self.partition[k]).__name__
         return f"layer {self.first + k} ({self.names[k]!r}: {kind})"
 
     def units(self, spans: tuple[tuple[int, int], ...]) -> list[tuple[Stage, bool]]:
-        """The stage in pieces, and of each whether it is recomputed; kept, for they learn.
+        """Cuts the stage into units; returns each, and whether it is recomputed.
 
         Args:
-            spans: the layers that are recomputed, for each piece the first and the one after the
-                last.
+            spans: the layers to recompute: for each piece its first layer, and the one after it.
         """
         if self._units[0] != spans:
             self._units = spans, list(self._cut(spans))
-            # Backward recomputes inside, and the order of locks is: stage before random state.
+            # Backward recomputes units, so the stage's lock must come before those of generators.
             self.changes.any = True
         return self._units[1]
 

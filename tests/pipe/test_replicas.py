@@ -177,10 +177,10 @@ def compiled(layer: nn.Module) -> nn.Module:
          r"layer 1 \('1': BatchNorm1d\) has running stat.*deferred"),
         (lambda: torch.jit.script(nn.Linear(3, 3)), ValueError, "is TorchScript"),
         (lambda: nn.LazyLinear(3), ValueError, "has parameters without values"),
-        (lambda: Pipe(linear_model(), [2, 2]), ValueError, "has a Pipe in it"),
+        (lambda: Pipe(linear_model(), [2, 2]), ValueError, "contains a Pipe"),
         (lambda: Using(lambda x, table: x + table((x > 0).long()).sum(-1),
                        nn.Embedding(2, 3, max_norm=1.0)), ValueError, "max_norm"),
-        (lambda: compiled(nn.Linear(3, 3)), ValueError, "a Linear has replicas.*knows this one"),
+        (lambda: compiled(nn.Linear(3, 3)), ValueError, "a Linear has replicas.*bound to this one"),
     ],
 )  # fmt: skip
 def test_layers_that_cannot_be_shared_out_are_refused(driver, layer, error, message):

@@ -71,9 +71,9 @@ def test_recomputed_activations_are_freed_as_backward_goes_on():
 @pytest.mark.parametrize(
     ("again", "message"),
     [
-        (lambda x: x[:1].exp().sin(), "gave something else"),
-        (lambda x: x.double().exp().sin(), "gave something else"),
-        (lambda x: x + 1, "gave something else"),
+        (lambda x: x[:1].exp().sin(), "gave another result"),
+        (lambda x: x.double().exp().sin(), "gave another result"),
+        (lambda x: x + 1, "gave another result"),
         (lambda x: x.exp().sin() * 1, "stored other tensors"),
     ],
     ids=["another shape", "another dtype", "nothing stored", "more stored"],
@@ -137,7 +137,7 @@ def test_what_counts_its_calls_is_refused(kind, mode, driver):
     last = Pops() if kind == "a skip" else Do(lambda y: tensors_in(y)[-1].abs())
     layers = nn.Sequential(nn.Linear(3, 3), COUNTERS[kind](), last)
     pipe = pipe_of(layers, [2, 1], checkpoint=mode, chunks=3)
-    with pytest.raises(RuntimeError, match="gave something else when it was recomputed"):
+    with pytest.raises(RuntimeError, match="gave another result when it was recomputed"):
         step_of(pipe, driver, torch.randn(21, 3, requires_grad=True))
 
 
@@ -149,7 +149,7 @@ def test_a_hook_of_a_partition_that_counts_is_refused(driver):
         lambda *given: (calls.append(None), given[-1] * len(calls))[1]
     )
     with pytest.raises(
-        RuntimeError, match=r"stage 0 .* gave something else when it was recomputed"
+        RuntimeError, match=r"stage 0 .* gave another result when it was recomputed"
     ):
         step_of(pipe, driver, torch.randn(21, 3, requires_grad=True))
 

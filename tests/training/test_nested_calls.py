@@ -57,7 +57,7 @@ def test_what_changes_gradients_modes_or_weights_is_refused_inside(outer, inner,
                 again()
             yield x, y
 
-    message = "(inside of a call of the same pipe|train_stream calls this)"
+    message = "(inside of a call of the same pipe|inside its own train_stream)"
     with context():
         with pytest.raises(RuntimeError, match=message):
             CALLS[outer](pipe, data_iter=data(), loss_fn=loss_fn)
