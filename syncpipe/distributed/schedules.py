@@ -349,7 +349,7 @@ class _MiniBatch(Source):
             return torch.zeros(1, device=self._owner.device)
         if self._check is not None:
             self._check.keep(i, output, target)
-        loss = self._owner.last.run.draws.loss
+        loss = self._owner.last.run.drawing.loss
         try:
             result, self._draws = loss(i, objective.call, (output, target), self._draws)
             root = objective.root(i, result, output, target) * self._scale

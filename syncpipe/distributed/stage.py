@@ -204,7 +204,7 @@ class StageModule(Partition):
         store, run = dict(zip(self._arriving, skips, strict=True)), self.run
         try:
             with use_store(store):
-                layers = run.draws.layers if run.draws.cares else run.layers
+                layers = run.drawing.layers if run.drawing.may_draw else run.layers
                 value = layers(self._micro_batch, (value, ()), None, False)[0]
         except Exception as error:
             annotate(error, f"in {self._where}")

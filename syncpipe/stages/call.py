@@ -148,13 +148,16 @@ def plain(
         run, stage = runs[j], runs[j].stage
         there = tuple([store.pop(key) for key in stage.pops])
         inputs = map_tensors(
-            lambda tensors: [_placed(t, stage.device) for t in tensors],
+            lambda tensors: [
+                t if same_memory(t.device, stage.device) else t.to(stage.device) for t in tensors
+            ],
             (value, tuple([skip for skip, _ in there])),
         )
         owners = [*owners, *[flag for _, own in there for flag in own]]
         again = i < call.rematerialized[j]
         with pipeline.workers[pipeline.worker_of[j]].caller_lane().active():
-            outputs = (run.checkpointed if again else run.forward)(i, inputs, owners)
+            forward = run.recomputation.checkpointed if again else run.forward
+            outputs = forward(i, inputs, owners)
         passed = passthrough_flags(inputs, owners, outputs, all_borrowed=again or j == 0)
         following = iter(passed or [0] * len(tensors_in(outputs)))
         value, stashed = outputs
@@ -176,11 +179,6 @@ def plain(
     held = partial(let_modules_hold, pipeline.drawing_modules, run_all)
     # For a call in another call's layer or loss: locks of stages come before those of generators.
     return without_generators(partial(with_swaps, swaps, held) if swaps else held)
-
-
-def _placed(tensor: Tensor, device: torch.device) -> Tensor:
-    """The tensor on a device, copied with its graph."""
-    return tensor if same_memory(tensor.device, device) else tensor.to(device)
 
 
 def check_collectives(pipeline: Pipeline, *, grad: bool, inline: bool) -> None:

@@ -54,7 +54,7 @@ class Drawing:
         self._deterministic = list(map(never_draws, self.stage.partition._modules.values()))
 
     @property
-    def cares(self) -> bool:
+    def may_draw(self) -> bool:
         """Whether any layer may draw."""
         return not all(self._deterministic)
 
@@ -120,7 +120,7 @@ class Drawing:
 
     def _learn(self, seen: GeneratorLease) -> None:
         if seen.touches:
-            parent = self.run.parent.draws  # all units run backward together
+            parent = self.run.parent.drawing  # all units run backward together
             parent._touches = True
             if parent.backward_draws is not None:
                 parent.backward_draws = self.stage.generators.all

@@ -176,7 +176,7 @@ def in_units(parent: Any, i: int, value: Any) -> Any:
         if recomputed:
             inputs, flags = own_memory(given, inputs, overlap_flags(inputs), all_leaves=False)
             given.append(inputs)
-            outputs = run.checkpointed(i, inputs, flags)
+            outputs = run.recomputation.checkpointed(i, inputs, flags)
         else:
             outputs = run.forward(i, inputs)
         if outputs[1] and store is not None:

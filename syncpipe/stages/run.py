@@ -58,7 +58,7 @@ class StageRun:
         substitute_of: by the identity of a tensor of its modules, the tensor that its cells use:
             ``swaps`` put it into the modules during a run, or ``shallow`` copies of them have it.
         units: the pieces that are recomputed one by one, and for each whether it is.
-        draws: the random numbers of its layers.
+        drawing: the random numbers of its layers.
         recomputation: the recomputation of its cells.
     """
 
@@ -87,7 +87,7 @@ class StageRun:
             for unit, recomputed in (stage.units(mode.spans) if isinstance(mode, ByLayer) else ())
         ]
         self._counts = stage.parent is None
-        self.draws = drawing.Drawing(self)
+        self.drawing = drawing.Drawing(self)
         self.recomputation = recompute.StageRecomputation(self, mode)
 
     @property
@@ -150,8 +150,8 @@ class StageRun:
         run: Runner = self.layers
         if self.units:
             run = self._in_units
-        elif self.draws.cares:
-            run = self.draws.layers
+        elif self.drawing.may_draw:
+            run = self.drawing.layers
         for wrap in wrappers.WRAPPERS:
             run = wrap(self, run)
         return run
@@ -193,19 +193,6 @@ class StageRun:
             finally:
                 OUTERMOST.reset(token)
 
-    # --- for the drivers -------------------------------------------------------------------------
-
-    def forward_without_storing(self, *args: Any) -> tuple[Inputs, Recomputation | None]:
-        return self.recomputation.forward(*args)
-
-    def checkpointed(self, i: int, inputs: Inputs, owners: Sequence[int]) -> Inputs:
-        outputs: Inputs = self.recomputation.checkpointed(i, inputs, owners)
-        return outputs
-
     def recompute(self, recomputation: Recomputation, *args: Any, keep: bool = False) -> Inputs:
         outputs: Inputs = self.locked(recomputation, *args, keep)
         return outputs
-
-    @property
-    def modules(self) -> Any:
-        return self.recomputation.modules

@@ -424,9 +424,9 @@ class CallReplicas:
         trusted = all(mode in each.stage.drew for each in run.all)
         self._draws.append((owner, run, mode, trusted))
         for each in run.all if trusted else ():
-            each.draws.trusted, each.draws.draws = True, list(each.stage.drew[mode])
+            each.drawing.trusted, each.drawing.draws = True, list(each.stage.drew[mode])
         if trusted and not (owner.stage.backward_draws or run.stage.backward_draws):
-            run.draws.backward_draws = 0
+            run.drawing.backward_draws = 0
 
     def let_train(self, replicas: Sequence[Sequence[Replica]]) -> None:
         """Prepares a call that updates the weights of each replica by itself."""
@@ -457,13 +457,13 @@ class CallReplicas:
         unexpected: list[str] = []
         for owner, run, mode, trusted in self._draws:
             for one, other in zip(owner.all, run.all, strict=True):
-                draws = list(map(or_, one.draws.draws, other.draws.draws))
+                draws = list(map(or_, one.drawing.draws, other.drawing.draws))
                 known = other.stage.drew.get(mode, draws)
                 other.stage.drew[mode] = draws
                 pairs = enumerate(zip(draws, known, strict=True))
                 drew = [one.stage.layer(k) for k, (now, then) in pairs if trusted and now & ~then]
                 unexpected += [f"{layer} of stage {one.stage.j}" for layer in drew]
-            if trusted and owner.draws.backward_draws and run.draws.backward_draws == 0:
+            if trusted and owner.drawing.backward_draws and run.drawing.backward_draws == 0:
                 unexpected.append(f"a backward of stage {owner.stage.j}")
         if unexpected:
             raise RuntimeError(

@@ -320,7 +320,7 @@ class LossHead:
             before = None if (probe := self._probes.get(j)) is None else probe.grad
             if probe is not None:
                 probe.grad = None
-            result, self.draws[j] = self._call.runs[j].draws.loss(
+            result, self.draws[j] = self._call.runs[j].drawing.loss(
                 i, objective.call, given, self.draws[j]
             )
             if probe is not None:

@@ -673,8 +673,8 @@ class _StreamTask(TrainingTask):
             annotate(error, f"in the update of stage {j}, after micro-batch {i}")
             raise
         for run in self.call.runs[j].all:
-            if run.modules is not None:
-                run.modules.note_versions()
+            if run.recomputation.modules is not None:
+                run.recomputation.modules.note_versions()
         if self.call.state.nested:  # its casts are of the old weights
             torch.clear_autocast_cache()
         self._leaves.expect_first_grads(j)

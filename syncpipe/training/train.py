@@ -147,7 +147,7 @@ class TrainingTask:
         given = cell.cut.enter(inputs)
         rematerialize = i < call.rematerialized[j]
         if rematerialize:
-            outputs, recomputation = run.forward_without_storing(i, given, inputs, owners, target)
+            outputs, recomputation = run.recomputation.forward(i, given, inputs, owners, target)
             if call.state.grad and any(map(_requires_grad, tensors_in(outputs))):
                 cell.recomputation = recomputation  # a frozen stage has no backward
             del recomputation
@@ -260,10 +260,10 @@ class TrainingTask:
         if profiler._is_profiler_enabled:
             go_back = partial(as_range, f"syncpipe backward stage {j} micro-batch {i}", go_back)
         try:
-            if run.draws.backward_draws == 0:
+            if run.drawing.backward_draws == 0:
                 go_back(j, i, cell, grads)
             else:
-                run.draws.backward(i, go_back, j, i, cell, grads)
+                run.drawing.backward(i, go_back, j, i, cell, grads)
             if self._leaves.awaiting_grad[j]:
                 self._leaves.own_first_grads(j)
         except BaseException as error:
