@@ -73,7 +73,7 @@ class _Inbox:
 
 
 class _Reports:
-    """The workers that have not yet finished a job and dropped their references to it."""
+    """Reports of the workers that they have finished a job and dropped all references to it."""
 
     def __init__(self, count: int) -> None:
         self._missing = set(range(count))
@@ -141,7 +141,6 @@ class _Execution:
             self.fail((False, -1, w) if step is None else step.action.rank, error)
 
     def run_here(self) -> None:
-        """Runs all steps on the calling thread."""
         RUNNING.set(self.running)
         runs = self.runs
         values: dict[int, Any] = {}

@@ -2,6 +2,5 @@
 
 
 def annotate(error: BaseException, note: str) -> None:
-    """Adds a note to an exception, once."""
     if note not in getattr(error, "__notes__", ()):
         error.add_note(note)

@@ -27,8 +27,7 @@ Swap = tuple[Any, str, Any]
 def run_and_undo(run: Callable[[], _T], undo: Callable[[], Any] | Iterator[Any]) -> _T:
     """Calls ``run``, then ``undo``, also after an exception or Ctrl-C in either of them.
 
-    ``undo`` is an idempotent function, or an iterator (of C functions) that undoes one change with
-    each step.
+    ``undo`` is an idempotent function, or an iterator whose steps are C functions.
     """
     if isinstance(undo, Iterator):
         undo = partial(deque, undo, maxlen=0)

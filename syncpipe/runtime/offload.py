@@ -40,13 +40,7 @@ _graph_stays = torch._C._autograd._get_current_graph_task_keep_graph  # as for r
 
 
 class Offload:
-    """The offloaded activations of one stage in one call.
-
-    Args:
-        streams: the streams of the stage.
-        out, back: streams for copies to the host, and back.
-        own: the parameters and buffers of the stage.
-    """
+    """The offloaded activations of one stage (with parameters and buffers ``own``) in one call."""
 
     def __init__(self, streams: DeviceStreams, out: Any, back: Any, own: Iterable[Tensor]) -> None:
         self.device, self.backend = streams.device, streams.backend
@@ -210,10 +204,7 @@ def _unpack(packed: Callable[[], Tensor]) -> Tensor:
 
 
 def _checked(probe: Tensor, version: int, tensor: Any) -> Any:
-    """The tensor (or its name); a ``RuntimeError`` if it was modified in place since the forward.
-
-    Autograd does not check the versions of tensors that hooks pack.
-    """
+    """Checks that a packed tensor was not modified in place, as autograd does not; returns it."""
     now = version_of(probe)
     if now != version:
         what = described(tensor) if isinstance(tensor, Tensor) else tensor

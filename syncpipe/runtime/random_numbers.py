@@ -197,8 +197,7 @@ class GeneratorLease:
             )
 
     def while_leased(self, run: Callable[[], _T], *, held: bool = False) -> _T:
-        """Runs a function with this as the thread's lease; unless ``held``, each module that draws
-        holds the generators for itself."""
+        """Runs a function with this lease; if not ``held``, modules that draw hold generators."""
         before = _thread.lease, self.held
         if _thread.lease is not self:
             self._outer = _thread.lease
@@ -213,8 +212,6 @@ class GeneratorLease:
         return run_and_undo(begin, end)
 
     def in_module(self, run: Callable[[], _T]) -> _T:
-        """Runs a module of the layer that draws."""
-
         def drawing() -> _T:
             try:
                 return run()
@@ -332,8 +329,7 @@ def run_seeded(
         value: its input.
         observe: whether to find out which generators the layer draws from or reads.
         module: the module that ``layer`` calls; None for a function.
-        mark: whether to note the last states of accelerators' generators, which show how much the
-            layer drew.
+        mark: whether to note the last states of accelerators' generators (``ends``).
     """
     modules_can_hold = bool(generators.in_modules) and module is not None
     if observe and module is not None and modules_can_hold and _is_known(module):

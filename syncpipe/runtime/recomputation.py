@@ -83,7 +83,6 @@ def is_recomputing() -> bool:
 
 
 def version_of(tensor: Tensor | None) -> int:
-    """How often a tensor was modified in place."""
     return 0 if tensor is None or tensor.is_inference() else tensor._version
 
 
@@ -345,10 +344,7 @@ class _Noted(NamedTuple):
 
 
 class Recomputation:
-    """One cell that drops its graph, and its recomputation. Both run under the stage's lock.
-
-    Made before the forward, because it notes the buffers.
-    """
+    """The forward and recomputation of a cell, both under the stage's lock. Notes the buffers."""
 
     cell: Callable[[Any], Any]  #: computes the cell again from a tree of inputs
     mutates_inputs = False  #: whether the cell writes into its inputs
@@ -392,13 +388,9 @@ class Recomputation:
     ) -> Any:
         """Runs the forward of the cell, and notes which buffers it changed.
 
-        Args:
-            run: the forward.
-            inputs: its inputs.
-            shapes: whether to note what the forward stored with shapes, or without; None: not at
-                all.
-            guard: whether to raise if the forward changes an object in its inputs, as these cannot
-                be copied.
+        ``shapes``: whether to note the stored tensors with their shapes; None: not at all.
+        ``guard``: whether to raise if the forward changes an object in its inputs, which cannot be
+        copied.
         """
         begins = [] if shapes is None else [tensor.grad_fn for tensor in tensors_in(inputs)]
         objects = [(each, _attributes(each)) for each in objects_in(inputs)] if guard else []
@@ -420,7 +412,6 @@ class Recomputation:
         return outputs
 
     def _look(self) -> None:
-        """Finds the large buffers that the forward changed in place."""
         changes, untraced = self._first.changes, set[_Place]()
         for place, buffer, version, copy, sums in self._noted:
             if version_of(buffer) != version:
@@ -439,16 +430,14 @@ class Recomputation:
         self._changed |= untraced
 
     def keep(self, cell: Callable[[Any], Any], inputs: Any) -> None:
-        """Keeps the detached inputs for the recomputation."""
         self.cell, self.inputs = cell, inputs
         self._tracked = list(filterfalse(Tensor.is_inference, tensors_in(inputs)))
         self._versions = list(map(_VERSION, self._tracked))
 
     def __call__(self, inputs: Any, epoch: object, keep: bool) -> Any:
-        """Recomputes the cell's outputs from ``inputs``, with a new graph.
+        """Recomputes the cell's outputs with a new graph; ``keep`` allows another recomputation.
 
-        ``epoch`` changes whenever user code may have changed modules. ``keep`` allows another
-        recomputation.
+        ``epoch`` changes whenever user code may have changed modules.
         """
         begins: list[Any] = []
         if self.stored is not None:
@@ -525,8 +514,7 @@ class Recomputation:
 def _stored_by(outputs: Any, begins: list[Any], *, shapes: bool) -> Counter[Any]:
     """The operations in the graph of a cell, which determine the stored tensors.
 
-    ``begins`` are the nodes of the cell's inputs. ``shapes`` adds the shapes and dtypes of results,
-    which takes longer.
+    ``begins`` are the nodes of the cell's inputs. ``shapes`` adds shapes and dtypes, at a cost.
     """
     found: Counter[Any] = Counter()
     for node in nodes_of([t.grad_fn for t in tensors_in(outputs)], begins):

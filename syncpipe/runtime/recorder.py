@@ -86,7 +86,6 @@ class Recorder:
 
     @contextmanager
     def span(self, kind: str, i: int, j: int) -> Iterator[None]:
-        """The context of an action of stage ``j``."""
         row = self._row(i, j)
         streams = self._streams[row]
         start, running = self._now(streams, streams.compute), time.thread_time()

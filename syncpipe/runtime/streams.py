@@ -22,7 +22,6 @@ from torch import Tensor
 
 
 def accelerators() -> list[torch.device]:
-    """All accelerators of this machine."""
     # A build for an accelerator names its type even on a machine without one.
     kind = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
     if kind is None:
@@ -31,10 +30,9 @@ def accelerators() -> list[torch.device]:
 
 
 def checked_device(device: torch.device | str | int, kind: str | None = None) -> torch.device:
-    """The ``torch.device`` of a name, or of an index and its ``kind``.
+    """The ``torch.device`` of a name, or of an index and its ``kind``; ``RuntimeError`` if invalid.
 
-    Raises ``RuntimeError`` if PyTorch knows no such device. PyTorch stores the index in 8 bits: it
-    takes "cpu:300" for "cpu:44".
+    PyTorch stores the index in 8 bits: it takes "cpu:300" for "cpu:44".
     """
     counted = isinstance(device, int) and kind is not None
     found = torch.device(kind, device) if counted else torch.device(device)  # type: ignore[arg-type]
@@ -61,7 +59,6 @@ class AcceleratorStreams:
         self.device = device
 
     def current(self) -> torch.Stream:
-        """The calling thread's current stream on this device."""
         return torch.accelerator.current_stream(self.device)
 
     def new(self) -> torch.Stream:

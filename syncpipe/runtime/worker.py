@@ -20,7 +20,6 @@ FREE_THREADED = bool(sysconfig.get_config_var("Py_GIL_DISABLED"))
 
 
 def has_lock() -> bool:
-    """Whether the interpreter has a global lock."""
     return not FREE_THREADED or bool(sys._is_gil_enabled())  # type: ignore[attr-defined, unused-ignore]
 
 

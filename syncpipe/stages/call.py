@@ -123,13 +123,10 @@ def plain(
 
     Args:
         pipeline: the pipeline.
-        micro_batches: trees on the first device.
+        micro_batches: trees on the first device; the results are on the last one.
         checkpoint: for each stage its mode.
         seed: the seed of the random numbers; None: drawn from the caller's generator.
         swaps: values to put into modules during the run.
-
-    Returns:
-        For each micro-batch its output, on the last device.
     """
     call = MiniBatch(pipeline, len(micro_batches), checkpoint=checkpoint, inline=True, seed=seed)
     runs = call.runs[: pipeline.n]
@@ -231,10 +228,8 @@ class Call(MiniBatch):
         worker_streams: for each worker its device and streams.
         streams_of: for each stage the streams of its worker.
         caller_streams_of: for each stage the caller's current streams on its device.
-        substitute_of: for each stage, by the identity of a tensor of its modules, the tensor that
-            its cells use.
-        original_of: by the identity of a substitute its original; other threads may see substitutes
-            in the modules.
+        substitute_of: for each stage the substitutes of tensors, by identity (see ``StageRun``).
+        original_of: by the identity of a substitute its original, for callers that see the former.
         ties: the tensors that stages share; None if there are none.
         replicas: the replicas of all stages; None if there are none.
         user_code_epoch: a new object whenever user code may have changed modules.
@@ -335,7 +330,7 @@ class Call(MiniBatch):
     def run(self, steps: Steps, task: Any) -> None:
         """Runs a program to its end; then the caller's streams wait for all of its work.
 
-        The caller's tensors must stay alive until then: other streams use them.
+        The caller's tensors must live until then.
         """
         self._run(steps, task, inline=self.inline)
         if self.ties is not None:
@@ -400,7 +395,6 @@ class Call(MiniBatch):
         return on_streams
 
     def _offload(self, j: int) -> Offload:
-        """The offload of the activations of stage ``j``."""
         worker = self.pipeline.workers[self.pipeline.worker_of[j]]
         partition = self.pipeline.stages[j].partition
         own = chain(partition.parameters(), partition.buffers())
@@ -422,8 +416,7 @@ class Call(MiniBatch):
             return sent(source, target, value)
 
     def _check_objects(self, edge: Edge, i: int, value: Any) -> None:
-        """Refuses objects that hide tensors which would have to be sent: on an accelerator, or with
-        a graph, which only one worker may walk."""
+        """Refuses objects that hide a tensor on an accelerator or with a graph: it must be sent."""
 
         def has_to_be_sent(tensor: Tensor) -> bool:
             there = tensor.device.type not in ("cpu", "meta")

@@ -55,7 +55,6 @@ class Drawing:
 
     @property
     def may_draw(self) -> bool:
-        """Whether any layer may draw."""
         return not all(self._deterministic)
 
     def layers(self, i: int, inputs: Any, record: Any, recomputing: bool) -> Any:
@@ -81,7 +80,6 @@ class Drawing:
         self, i: int, k: int, layer: Any, value: Any, first: bool, drawn: Drawn | None,
         recomputing: bool,
     ) -> Any:  # fmt: skip
-        """Runs a layer that draws, or may draw."""
         stage, everything = self.stage, self.stage.generators.all
         late = k in self._late
         # A trusted layer that holds the generators anyway is observed, too.

@@ -121,10 +121,7 @@ def passthrough_flags(
 
 
 def sent_flags(outputs: tuple[Any, Sequence[Any]], passed: Sequence[int]) -> list[Sequence[int]]:
-    """The ownership flags of a cell's activation, and of each skip, for the stages that get them.
-
-    ``passed`` are their :func:`passthrough_flags`.
-    """
+    """The ownership flags of a sent activation and of each skip, from :func:`passthrough_flags`."""
     parts = [tensors_in(part) for part in (outputs[0], *outputs[1])]
     all_parts = [tensor for part in parts for tensor in part]
     storages = [storage_of(tensor) for tensor in all_parts]
@@ -186,10 +183,9 @@ _ALONE_BASE = _references_to_base(torch.empty(2)[:1])
 
 
 class GuardedInputs:
-    """The inputs of a cell, with copies of borrowed tensors if the cell may write (``copy``).
+    """The inputs of a cell (``tree``), with copies of borrowed tensors if it may write (``copy``).
 
-    Attributes:
-        tree: the inputs for the cell. All count as borrowed if they are ``kept`` to recompute it.
+    All count as borrowed if they are ``kept`` for recomputation.
     """
 
     def __init__(
@@ -216,11 +212,7 @@ class GuardedInputs:
         ]
 
     def written(self, where: str) -> bool:
-        """Whether the cell has written into any input.
-
-        Raises:
-            RuntimeError: the cell wrote into a shared tensor or the target.
-        """
+        """Whether the cell has written into an input; ``RuntimeError`` if into a shared one."""
         written = [
             bool(((now != then) & (now == now)).any())  # NaN is unequal to itself
             if isinstance(then, Tensor)

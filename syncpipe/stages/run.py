@@ -58,8 +58,6 @@ class StageRun:
         substitute_of: by the identity of a tensor of its modules, the tensor that its cells use:
             ``swaps`` put it into the modules during a run, or ``shallow`` copies of them have it.
         units: the pieces that are recomputed one by one, and for each whether it is.
-        drawing: the random numbers of its layers.
-        recomputation: the recomputation of its cells.
     """
 
     def __init__(
@@ -92,12 +90,10 @@ class StageRun:
 
     @property
     def all(self) -> list[StageRun]:
-        """This run and the runs of its units."""
         return [self, *[unit for unit, _ in self.units]]
 
     @cached_property
     def writes(self) -> bool:
-        """Whether layers may write into the inputs."""
         return may_write(self.stage.partition, pops=bool(self.stage.pops))
 
     def forward(
@@ -157,7 +153,6 @@ class StageRun:
         return run
 
     def layers(self, i: int, inputs: Inputs, record: Any, recomputing: bool) -> Inputs:
-        """Runs the layers one after another."""
         value, k, layer = inputs[0], 0, None  # Ctrl-C may come before the first
         unpack = self.partition.unpack
         try:

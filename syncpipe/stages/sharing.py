@@ -114,11 +114,7 @@ class ShallowCopy:
         self.partition: Any = self.follow({})
 
     def follow(self, substitute_of: dict[int, Tensor]) -> Any:
-        """Updates the copy to the current modules, and returns it.
-
-        Raises:
-            ValueError: a module has its own ``forward``.
-        """
+        """Updates and returns the copy; ``ValueError`` if a module has its own ``forward``."""
         made: dict[int, tuple[nn.Module, Any]] = {}
         first: list[tuple[Any, Any, dict[str, Any], Sequence[str]]] = []
         own = [t for *_, t in places_of(self._original) if id(t) in substitute_of]
@@ -345,7 +341,6 @@ class Replica:
 
     @property
     def partition(self) -> Any:
-        """The partition with substitutes."""
         return self._copy.partition
 
     def follow(
@@ -374,7 +369,6 @@ class Replica:
         self._copy.follow(leaves)
 
     def of(self, tensor: Tensor) -> Tensor:
-        """The replica's substitute of a tensor."""
         return self._leaves[id(tensor)][1]
 
 
@@ -486,7 +480,6 @@ def _check_replicated(stage: Stage) -> None:
 
 
 def _reason(module: nn.Module) -> str:
-    """The reason why a module cannot have replicas; empty if it can."""
     if isinstance(module, torch.jit.ScriptModule):
         return "is TorchScript, which computes with its own tensors only: give it one device"
     if getattr(module, "_syncpipe_skips_are_internal", False):

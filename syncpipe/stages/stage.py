@@ -110,7 +110,6 @@ class Stage:
 
     @property
     def hooked(self) -> bool:
-        """Whether the partition itself has hooks."""
         return has_hooks(self.partition)
 
     @property
@@ -131,20 +130,15 @@ class Stage:
         return True
 
     def describe(self, i: int) -> str:
-        """Names cell ``(i, j)`` for messages."""
         return f"stage {self.j} ({self.layers_in_words}), micro-batch {i}"
 
     def layer(self, k: int) -> str:
-        """Names a layer for messages."""
         kind = type(self.partition[k]).__name__
         return f"layer {self.first + k} ({self.names[k]!r}: {kind})"
 
     def units(self, spans: tuple[tuple[int, int], ...]) -> list[tuple[Stage, bool]]:
-        """Cuts the stage into units; returns each, and whether it is recomputed.
-
-        Args:
-            spans: the layers to recompute: for each piece its first layer, and the one after it.
-        """
+        """Cuts the stage into units; ``spans`` are the layers to recompute. Returns each unit, and
+        whether it is recomputed."""
         if self._units[0] != spans:
             self._units = spans, list(self._cut(spans))
             # Backward recomputes units, so the stage's lock must come before those of generators.
