@@ -56,7 +56,7 @@ from syncpipe.options import (
     slots_of,
 )
 from syncpipe.planner.auto import auto
-from syncpipe.runtime.interrupts import forkable
+from syncpipe.runtime.interrupts import forkable_lock
 from syncpipe.runtime.thread_state import INLINE, restoring_thread, uncompiled
 from syncpipe.schedules.named import ScheduleLike, schedule_label
 from syncpipe.schedules.stream import Versions
@@ -106,7 +106,7 @@ class _Either(_Train):
     return_outputs: bool
 
 
-_building = forkable()
+_building = forkable_lock()
 
 
 class _SignedForward:

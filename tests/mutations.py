@@ -43,7 +43,7 @@ PURE = {"balance", "commands", "layers", "planner", "schedules", "timeline", "ve
 #: Calls whose result nobody uses, so that they are there for what they do.
 CALLS = re.compile(
     r"wait|(^|_)(keep|record|receive|hold|held|synchronize|stamp|adopt|claim|bring|notify|lock"
-    r"|register|release|acquire|fetch|let_go|undo|restore|restoring|follow|leave)(_|$)"
+    r"|register|release|acquire|fetch|undo|restore|restoring|follow|leave)(_|$)"
     r"|put_back|multithreading|at_fork|without_generators|cancel|deliver|invalidate|for_caller"
     r"|note_versions"
 )

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.modules.batchnorm import _BatchNorm, _LazyNormBase
 
-from syncpipe.runtime.interrupts import forkable
+from syncpipe.runtime.interrupts import forkable_lock
 from syncpipe.runtime.streams import moved
 
 __all__ = [
@@ -32,7 +32,7 @@ __all__ = [
 #: least single precision.
 _Moments = tuple[int, int, Tensor, Tensor]
 # Running statistics are read, changed and written back: two commits must not interleave.
-_commit_lock = forkable()
+_commit_lock = forkable_lock()
 
 
 class MiniBatchStatistics:

@@ -27,14 +27,14 @@ from typing import Any
 
 import torch
 
-from syncpipe.runtime.interrupts import forkable
+from syncpipe.runtime.interrupts import forkable_lock
 from syncpipe.runtime.thread_state import CallerState, backward_here
 from syncpipe.runtime.worker import Item, Worker, WorkerThread
 from syncpipe.schedules.schedule import Kind
 from syncpipe.schedules.steps import Step, Steps
 
 _JOIN_SECONDS = 2.0  # limit for joining threads, which may be stuck in a layer
-_LOOK_SECONDS = 1.0  # liveness poll interval
+_POLL_SECONDS = 1.0  # liveness poll interval
 
 #: Runs an action for one micro-batch. Takes the list of received values, which it may empty, and
 #: returns the values to send.
@@ -89,7 +89,7 @@ class _Reports:
         """Waits until each worker has reported or died; may be called again after Ctrl-C."""
         while self._missing:
             try:
-                self._news.get(timeout=_LOOK_SECONDS)
+                self._news.get(timeout=_POLL_SECONDS)
             except Empty:
                 for w in [w for w in self._missing.copy() if not threads[w].alive]:
                     died(w)
@@ -154,7 +154,7 @@ class Engine:
 
     def __init__(self, workers: Sequence[Worker]) -> None:
         self._workers = list(workers)
-        self._lock = forkable()
+        self._lock = forkable_lock()
         self._threads: list[WorkerThread] = []
         self._share = 0
         weakref.finalize(self, _stop, self._threads, os.getpid())

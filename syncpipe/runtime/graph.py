@@ -42,7 +42,7 @@ def go_back(
     _run_backward(tuple(roots), tuple(grads), keep, False, tuple(inputs), True, True)
 
 
-def captured(
+def captured_grads(
     roots: Sequence[Any], grads: Sequence[Any], leaves: Sequence[Tensor], *, keep: bool
 ) -> Sequence[Tensor | None]:
     """As :func:`go_back`, but returns the gradients of leaves instead of accumulating them."""

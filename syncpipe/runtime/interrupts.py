@@ -71,7 +71,7 @@ def _by_attribute(owner: Any) -> bool:
 _locks: set[weakref.ref[Any]] = set()
 
 
-def forkable() -> Any:
+def forkable_lock() -> Any:
     """A ``threading.RLock`` that a forked child finds free, unless the forking thread holds it."""
     lock: Any = threading.RLock()
     _locks.add(weakref.ref(lock, _locks.discard))  # a C callback: Ctrl-C cannot interrupt it

@@ -51,11 +51,11 @@ class Offload:
         self._following: dict[int, int] = {}
         self._known: dict[tuple[int, int], weakref.ref[_Copy]] = {}  # by storage and version
 
-    def goes_back(self, order: Sequence[int]) -> None:
+    def set_backward_order(self, order: Sequence[int]) -> None:
         """Sets the order in which micro-batches run backward."""
         self._following = dict(pairwise(order))
 
-    def around(self, run: Callable[..., Any]) -> Callable[..., Any]:
+    def wrap_forward(self, run: Callable[..., Any]) -> Callable[..., Any]:
         """Wraps the forward of a micro-batch, to offload its activations."""
 
         def offloading(i: int, *args: Any) -> Any:
@@ -108,25 +108,25 @@ class Offload:
 
         def fetched() -> Tensor:
             _checked(probe, key[1], f"{probe.dtype}{list(layout[1])}")
-            memory = copy.here()
+            memory = copy.on_device()
             with torch.no_grad():
                 return probe.new_empty(0).set_(memory.untyped_storage(), *layout)
 
         return fetched
 
-    def leave(self, copied: Any, memory: Tensor) -> None:
+    def hold_source(self, copied: Any, memory: Tensor) -> None:
         """Keeps memory until the compute stream has waited for its copy (event ``copied``)."""
         self._leaving.append((copied, memory))
-        self.let_go(AHEAD)
+        self.release_sources(AHEAD)
 
-    def let_go(self, most: int = 0) -> None:
+    def release_sources(self, most: int = 0) -> None:
         """Waits until at most ``most`` copies to the host are in flight; frees their sources."""
         while len(self._leaving) > most:
             copied, memory = self._leaving.popleft()
             self.backend.wait(self.compute, copied)
             del memory  # only after the wait
 
-    def coming(self, i: int, k: int) -> None:
+    def prefetch(self, i: int, k: int) -> None:
         """Starts the copies back that backward needs next, before copy ``k`` of a micro-batch."""
         left = AHEAD
         while True:
@@ -150,7 +150,7 @@ class _Copy:
     def __init__(self, offload: Offload, tensor: Tensor, i: int, k: int) -> None:
         self._offload, self._i, self._k = offload, i, k
         self._memory: Tensor | None = None  # its bytes, back on the device
-        self._there: Any = None  # the event of the copy back
+        self._ready: Any = None  # the event of the copy back
         storage = tensor.untyped_storage()
         # A weak reference, which also reserves the storage's address.
         self._source = StorageWeakRef(storage)  # type: ignore[no-untyped-call]
@@ -160,7 +160,7 @@ class _Copy:
         backend.wait(out, backend.record(offload.compute))
         with backend.use(out):
             self._host.copy_(memory, non_blocking=True)
-        offload.leave(backend.record(out), memory)
+        offload.hold_source(backend.record(out), memory)
 
     def fetch(self) -> None:
         """Starts the copy back to the device, once."""
@@ -177,26 +177,26 @@ class _Copy:
         backend.wait(back, backend.record(offload.compute))
         with backend.use(back):
             memory.copy_(self._host, non_blocking=True)
-        self._there = backend.record(back)
+        self._ready = backend.record(back)
         self._memory = memory
 
-    def here(self) -> Tensor:
+    def on_device(self) -> Tensor:
         """The bytes on the device, ready for the compute stream; also starts the next copies."""
         self.fetch()
-        memory, there = self._memory, self._there
+        memory, ready = self._memory, self._ready
         assert memory is not None
         offload = self._offload
-        if there is not None:
-            offload.backend.wait(offload.compute, there)
-            self._there = None
-        offload.coming(self._i, self._k)
+        if ready is not None:
+            offload.backend.wait(offload.compute, ready)
+            self._ready = None
+        offload.prefetch(self._i, self._k)
         if _graph_stays():
             self._memory = None
         return memory
 
     def __del__(self) -> None:
-        if self._there is not None:  # unused: its memory must not be reused before the copy ends
-            self._offload.backend.wait(self._offload.compute, self._there)
+        if self._ready is not None:  # unused: its memory must not be reused before the copy ends
+            self._offload.backend.wait(self._offload.compute, self._ready)
 
 
 def _unpack(packed: Callable[[], Tensor]) -> Tensor:

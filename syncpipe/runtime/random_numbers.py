@@ -36,7 +36,7 @@ from torch import Tensor, nn
 from torch.nn.modules.lazy import LazyModuleMixin
 
 from syncpipe.data import tensors_in
-from syncpipe.runtime.interrupts import forkable, run_and_undo
+from syncpipe.runtime.interrupts import forkable_lock, run_and_undo
 
 _T = TypeVar("_T")
 _Key = tuple[str, int]
@@ -58,13 +58,13 @@ class _Locks:
     """
 
     def __init__(self) -> None:
-        self.states = forkable()
-        self._guard = forkable()
+        self.states = forkable_lock()
+        self._guard = forkable_lock()
         self._made: dict[_Key, Any] = {}
 
     def __getitem__(self, key: _Key) -> Any:
         with self._guard:
-            return self._made.setdefault(key, forkable())
+            return self._made.setdefault(key, forkable_lock())
 
 
 LOCKS = _Locks()
@@ -114,7 +114,7 @@ def put_back_states(generators: Sequence[torch.Generator], states: Sequence[Tens
         list(map(torch.Generator.set_state, generators, states))
 
 
-def changed(generators: Sequence[torch.Generator], before: Sequence[Tensor]) -> int:
+def changed_generators(generators: Sequence[torch.Generator], before: Sequence[Tensor]) -> int:
     """A bit mask of the generators whose state has changed."""
     with NoDispatch(), NoFunctions():
         pairs = zip(before, states_of(generators), strict=True)
@@ -222,7 +222,7 @@ class GeneratorLease:
             return self.holding(drawing)
         if not self._observe:
             return run()
-        self.drew_outside |= bool(changed(self._generators, self._own))
+        self.drew_outside |= bool(changed_generators(self._generators, self._own))
         return drawing()
 
     def released(self, run: Callable[[], _T]) -> _T:
@@ -276,8 +276,8 @@ class GeneratorLease:
                 sys.setprofile(None)
 
         output = run_and_undo(looked_at, end)
-        self.draws = changed(self._generators, start)
-        self.drew_outside |= bool(changed(self._generators, self._own))
+        self.draws = changed_generators(self._generators, start)
+        self.drew_outside |= bool(changed_generators(self._generators, self._own))
         return output
 
     def _note_generator_call(self, frame: Any, event: str, arg: Any) -> None:
@@ -419,7 +419,7 @@ _CALL = "_compiled_call_impl"
 
 #: By the identity of a module that draws, the calls in which it holds generators.
 _leasing: dict[int, set[object]] = {}
-_leasing_lock = forkable()
+_leasing_lock = forkable_lock()
 
 
 def modules_that_draw(roots: Iterable[nn.Module]) -> list[nn.Module]:

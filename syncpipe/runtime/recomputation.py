@@ -51,7 +51,7 @@ from syncpipe.data import (
 )
 from syncpipe.runtime.errors import annotate
 from syncpipe.runtime.graph import nodes_of
-from syncpipe.runtime.interrupts import Swap, forkable, run_and_undo, with_swaps
+from syncpipe.runtime.interrupts import Swap, forkable_lock, run_and_undo, with_swaps
 from syncpipe.runtime.random_numbers import NoDispatch
 
 _CHECKPOINTING: ContextVar[bool] = ContextVar("syncpipe_checkpointing", default=False)
@@ -105,7 +105,7 @@ class Changes:
     """What the forwards of one stage change in its modules; lives as long as the pipe."""
 
     def __init__(self, root: nn.Module) -> None:
-        self.lock = forkable()  #: held during runs of the stage if ``any`` is set
+        self.lock = forkable_lock()  #: held during runs of the stage if ``any`` is set
         self.any = False  #: whether two concurrent runs of the stage may ever disturb each other
         self.renorming: list[nn.Module] = []  #: the embeddings with ``max_norm``
         #: For each of their living weights how often forwards modified it.
@@ -191,7 +191,7 @@ class ModuleState:
         self, root: nn.Module, changes: Changes, substitute_of: Mapping[int, Tensor]
     ) -> None:
         self._root, self.changes, self.substitute_of = root, changes, substitute_of
-        self._modules, self._marks = _walk(root)
+        self._modules, self._signature = _walk(root)
         self._states = [(m, m.training, _numbers(m), dict(m._parameters)) for m in self._modules]
         found = {p: None for *_, own in self._states for p in own.values() if p is not None}
         self._parameters = [p for p in found if not is_lazy(p)]
@@ -204,25 +204,25 @@ class ModuleState:
         self.first = True  # whether no cell has run forward yet
         self.expected = set(changes.changing)  #: the large buffers that forwards may change
         self._changed: set[_Place] = set()
-        self._copies: MutableMapping[tuple[int, int], _Version] = WeakValueDictionary()
+        self._copies: MutableMapping[tuple[int, int], _BufferCopy] = WeakValueDictionary()
         changes.follow(self._modules)
 
     def like(self, other: ModuleState) -> bool:
-        return self._marks == other._marks
+        return self._signature == other._signature
 
     def note_versions(self) -> None:
         """Accepts the current values of the parameters for cells that are not yet recomputed."""
         self._versions = list(map(_VERSION, self._computing))
         self._renormed = dict(self.changes.renormed.items())
 
-    def version(self, buffer: Tensor, version: int) -> _Version:
+    def version(self, buffer: Tensor, version: int) -> _BufferCopy:
         """The copy of a buffer in its current version, shared by all cells."""
         key = id(buffer), version
         if (found := self._copies.get(key)) is None:
-            found = self._copies[key] = _Version(buffer)
+            found = self._copies[key] = _BufferCopy(buffer)
         return found
 
-    def went_forward(self, changed: Iterable[_Place]) -> None:
+    def note_changed(self, changed: Iterable[_Place]) -> None:
         """Notes which large buffers a forward changed in place, for this call and the next one."""
         self.first = False
         self._changed.update(changed)
@@ -246,8 +246,8 @@ class ModuleState:
         return self._checked[1]
 
     def _differences(self, where: object) -> list[Swap]:
-        modules, marks = _walk(self._root)
-        if marks == self._marks:
+        modules, signature = _walk(self._root)
+        if signature == self._signature:
             return []
         swaps: list[Swap] = []
         same = list(map(id, modules)) == list(map(id, self._modules))
@@ -271,7 +271,7 @@ class ModuleState:
 def _walk(root: nn.Module) -> tuple[list[nn.Module], list[int]]:
     """All modules, and a list that differs if a mode, parameter or module was changed."""
     modules: list[nn.Module] = []
-    marks: list[int] = []
+    signature: list[int] = []
     seen: set[int] = set()
     pending: list[nn.Module | None] = [root]
     while pending:
@@ -280,12 +280,12 @@ def _walk(root: nn.Module) -> tuple[list[nn.Module], list[int]]:
             continue
         seen.add(id(module))
         modules.append(module)
-        marks += (id(module), module.training, id(_numbers(module)))
+        signature += (id(module), module.training, id(_numbers(module)))
         for parameter in module._parameters.values():
             if parameter is not None:
-                marks += (id(parameter), parameter.requires_grad)
+                signature += (id(parameter), parameter.requires_grad)
         pending.extend(module._modules.values())
-    return modules, marks
+    return modules, signature
 
 
 def _numbers(module: nn.Module) -> Any:
@@ -316,7 +316,7 @@ def copy_of(buffer: Tensor, made: dict[int, Tensor]) -> Tensor:
     return made[id(buffer)]
 
 
-def _read(buffer: Tensor) -> Tensor | None:
+def _memory_sums(buffer: Tensor) -> Tensor | None:
     """Sums over the memory of a buffer, to see changes; None where no memory can be read."""
     if type(buffer) is not Tensor or not torch._C._has_storage(buffer) or buffer.is_meta:
         return None
@@ -326,20 +326,20 @@ def _read(buffer: Tensor) -> Tensor | None:
     return torch.cat([memory[:end].view(torch.int64).view(-1, 61).sum(0), memory[end:].long()])
 
 
-class _Version:
+class _BufferCopy:
     """A large buffer and its copy in one version; lives as long as cells need it."""
 
     def __init__(self, buffer: Tensor) -> None:
         self.buffer, self.copy = buffer, copy_of(buffer, {})
 
 
-class _Noted(NamedTuple):
+class _BufferNote(NamedTuple):
     """A buffer before a forward. If it changes and has no ``copy``, its old value is lost."""
 
     place: _Place
     buffer: Tensor | None
     version: int
-    copy: _Version | None
+    copy: _BufferCopy | None
     sums: Tensor | None
 
 
@@ -354,7 +354,7 @@ class Recomputation:
     def __init__(self, modules: ModuleState, where: object, *, may_keep: bool = False) -> None:
         self.modules = self._first = modules  # replaced later if it is lazy
         self._where, self._may_keep = where, may_keep
-        self._noted: list[_Noted] = []
+        self._noted: list[_BufferNote] = []
         self._copies: dict[_Place, Tensor] = {}
         self._changed: set[_Place] = set()  # of the noted buffers, those that the forward changed
         self._lazy: list[_Place] = []
@@ -365,7 +365,7 @@ class Recomputation:
             for name, buffer in module._buffers.items():
                 place = module, name
                 if buffer is None:
-                    self._noted.append(_Noted(place, None, 0, None, None))
+                    self._noted.append(_BufferNote(place, None, 0, None, None))
                 elif id(buffer) in modules.substitute_of:
                     continue
                 elif is_lazy(buffer):
@@ -380,8 +380,8 @@ class Recomputation:
         known = may_keep or place in modules.changes.steady
         if not buffer.requires_grad and (place in modules.expected or not known):
             copy = modules.version(buffer, version)
-        sums = _read(buffer) if modules.first else None
-        self._noted.append(_Noted(place, buffer, version, copy, sums))
+        sums = _memory_sums(buffer) if modules.first else None
+        self._noted.append(_BufferNote(place, buffer, version, copy, sums))
 
     def forward(
         self, run: Callable[[Any], Any], inputs: Any, shapes: bool | None, *, guard: bool = False
@@ -405,18 +405,22 @@ class Recomputation:
             self.stored = _stored_by(outputs, begins, shapes=shapes)
         made: dict[int, Tensor] = {}
         if self._noted:
-            self._look()
+            self._note_changes()
         for module, name in self._lazy:  # the forward gave it its first value
             if (buffer := module._buffers[name]) is not None:
                 self._copies[module, name] = copy_of(buffer, made)
         return outputs
 
-    def _look(self) -> None:
+    def _note_changes(self) -> None:
         changes, untraced = self._first.changes, set[_Place]()
         for place, buffer, version, copy, sums in self._noted:
             if version_of(buffer) != version:
                 self._changed.add(place)
-            elif buffer is None or sums is None or torch.equal(sums, cast("Tensor", _read(buffer))):
+            elif (
+                buffer is None
+                or sums is None
+                or torch.equal(sums, cast("Tensor", _memory_sums(buffer)))
+            ):
                 changes.steady.add(place)
                 continue
             else:
@@ -426,7 +430,7 @@ class Recomputation:
                 if not self._may_keep:
                     raise self._lost(place, buffer)
                 self.keeps_graph = True
-        self._first.went_forward(self._changed)
+        self._first.note_changed(self._changed)
         self._changed |= untraced
 
     def keep(self, cell: Callable[[Any], Any], inputs: Any) -> None:
@@ -519,7 +523,7 @@ def _stored_by(outputs: Any, begins: list[Any], *, shapes: bool) -> Counter[Any]
     found: Counter[Any] = Counter()
     for node in nodes_of([t.grad_fn for t in tensors_in(outputs)], begins):
         kind = type(node).__name__
-        if kind not in _OURS:
+        if kind not in _NOT_COMPARED:
             metadata = node._input_metadata if shapes else ()
             found[kind, *[(_sizes(each.shape), each.dtype) for each in metadata]] += 1
     return found
@@ -532,7 +536,13 @@ def _sizes(shape: Any) -> tuple[int, ...]:
 
 #: Nodes that are not compared: those that pass inputs into a cell, and casts. Casts store nothing,
 #: and their number depends on autocast's cache, which any thread may clear.
-_OURS = {"_CrossBackward", "CloneBackward0", "_ExactBackward", "AccumulateGrad", "ToCopyBackward0"}
+_NOT_COMPARED = {
+    "_CrossBackward",
+    "CloneBackward0",
+    "_ExactBackward",
+    "AccumulateGrad",
+    "ToCopyBackward0",
+}
 
 
 def _check_object(thing: Any, then: dict[str, tuple[Any, ...]], where: object) -> None:

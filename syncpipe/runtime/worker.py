@@ -90,7 +90,7 @@ class Worker:
 #: A job, which must not raise, and a callback for when all references to the job are dropped.
 Item = tuple[Callable[[], Any], Callable[[], Any]]
 #: Seconds until an idle thread wakes to free objects (``FREE_THREADED``): the first, the longest.
-_LOOK_SECONDS = (0.001 if FREE_THREADED else None, 0.1)
+_POLL_SECONDS = (0.001 if FREE_THREADED else None, 0.1)
 
 
 class WorkerThread:
@@ -128,12 +128,12 @@ class WorkerThread:
 
 def _serve(jobs: SimpleQueue[Any], owner: weakref.ref[object]) -> None:
     # Not a method, so that an idle thread keeps only its queue alive.
-    seconds = _LOOK_SECONDS[0]
+    seconds = _POLL_SECONDS[0]
     while True:
         try:
             item = jobs.get(timeout=seconds)
         except Empty:
-            seconds = seconds and min(2 * seconds, _LOOK_SECONDS[1])
+            seconds = seconds and min(2 * seconds, _POLL_SECONDS[1])
             continue
         if item is None or item is owner:
             return
@@ -141,4 +141,4 @@ def _serve(jobs: SimpleQueue[Any], owner: weakref.ref[object]) -> None:
         job()
         del item, job
         report()
-        seconds = _LOOK_SECONDS[0]
+        seconds = _POLL_SECONDS[0]

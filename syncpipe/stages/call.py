@@ -281,7 +281,7 @@ class Call(MiniBatch):
         shallow: dict[Any, Any] = {}
         if any(self.substitute_of):
             watched = [
-                j for j, own in enumerate(self.substitute_of) if own and self._seen(j, graph)
+                j for j, own in enumerate(self.substitute_of) if own and self._is_watched(j, graph)
             ]
             shallow = pipeline.shared.copies_of_modules(ties, self.runs, watched)
         for run, own in zip(self.runs, self.substitute_of, strict=True):
@@ -291,10 +291,11 @@ class Call(MiniBatch):
         # For each edge the streams at its ends, for as many micro-batches as replicas take turns.
         self._round = lcm(*map(len, pipeline.replica_indices))
         self._ends = [
-            list(zip(self._along(e.source), self._along(e.target), strict=True)) for e in edges
+            list(zip(self._stage_streams(e.source), self._stage_streams(e.target), strict=True))
+            for e in edges
         ]
 
-    def _seen(self, j: int, graph: bool) -> bool:
+    def _is_watched(self, j: int, graph: bool) -> bool:
         """Whether other threads may look at the modules of a stage while its cells run.
 
         Concurrent callers may, so modules are copied if they can be. Otherwise only the loss
@@ -305,7 +306,7 @@ class Call(MiniBatch):
             return True
         return worker_of[j] != worker_of[n - 1] and not (graph or self.inline)
 
-    def _along(self, j: int) -> list[DeviceStreams]:
+    def _stage_streams(self, j: int) -> list[DeviceStreams]:
         """For micro-batches in order the streams on which they run stage ``j``."""
         passed = [self.streams_of[k] for k in self.pipeline.replica_indices[j]]
         return passed * (self._round // len(passed))
@@ -360,7 +361,7 @@ class Call(MiniBatch):
     def _run(self, steps: Steps, task: Any, *, inline: bool) -> None:
         self._wait_for_caller()
         for j, offload in self._offloads.items():
-            offload.goes_back(steps.backwards(j) or range(self.m)[::-1])
+            offload.set_backward_order(steps.backwards(j) or range(self.m)[::-1])
         engine = self.pipeline.engine
         try:
             # Locks of stages come before those of generators.
@@ -370,17 +371,17 @@ class Call(MiniBatch):
         finally:
             self.state.leave_devices()
             for offload in self._offloads.values():
-                offload.let_go()
+                offload.release_sources()
             for streams, caller in zip(self.worker_streams, self._caller_streams, strict=True):
                 caller.wait_for(streams)
 
-    def bound(self, run: Run, kind: Kind, j: int) -> Run:
+    def bind_streams(self, run: Run, kind: Kind, j: int) -> Run:
         """Wraps ``run``, which runs the actions of one kind on stage ``j``, to use the stage's
         streams and record a trace. ``run`` takes a list of :class:`Message`."""
         streams, recorder, stage = self.streams_of[j], self.recorder, self.pipeline.stages[j].j
         offload = self._offloads.get(j)
         if offload is not None and kind == "forward":
-            run = offload.around(run)
+            run = offload.wrap_forward(run)
         if streams.backend is None and recorder is None:
             return run
 
@@ -411,9 +412,9 @@ class Call(MiniBatch):
         elif not isinstance(value, Tensor):
             self._check_objects(edge, i, value)
         if self.recorder is None:
-            return sent(source, target, value)
+            return send_tree(source, target, value)
         with self.recorder.transfer(i, edge.source, edge.target, backward=backward):
-            return sent(source, target, value)
+            return send_tree(source, target, value)
 
     def _check_objects(self, edge: Edge, i: int, value: Any) -> None:
         """Refuses objects that hide a tensor on an accelerator or with a graph: it must be sent."""
@@ -452,11 +453,9 @@ class Call(MiniBatch):
         """A tree from outside the pipeline, on the device of stage ``j``; called on its worker.
         ``after`` has the events at which the tree is ready; None: it came with the call."""
         streams, after = self.streams_of[j], self._entry_events if after is None else after
-        return map_tensors(
-            lambda tensors: [self._brought(t, streams, after) for t in tensors], tree
-        )
+        return map_tensors(lambda tensors: [self._bring(t, streams, after) for t in tensors], tree)
 
-    def _brought(
+    def _bring(
         self, tensor: Tensor, streams: DeviceStreams, after: Mapping[torch.device, EntryEvent]
     ) -> Tensor:
         found = after.get(tensor.device)
@@ -485,7 +484,7 @@ class Call(MiniBatch):
         if streams.backend is not None:
             self.caller_streams_of[j].record_on_stream(tensors_in(tree), streams)
 
-    def collected(self, values: list[Any]) -> list[Any]:
+    def collect_outputs(self, values: list[Any]) -> list[Any]:
         """The last stage's outputs (trees, one per micro-batch) on one device, for the caller."""
         indices, results = self.pipeline.replica_indices[-1], self.pipeline.results
         if len(indices) == 1:
@@ -496,7 +495,7 @@ class Call(MiniBatch):
             j = indices[i % len(indices)]
             source = self.streams_of[j]
             if not same_memory(source.device, target.device):
-                value, event = sent(source, target, value)
+                value, event = send_tree(source, target, value)
                 target.receive(event, tensors_in(value))
                 self.caller_streams_of[j].wait_for(source)  # an output may be an input
                 j = results
@@ -506,7 +505,7 @@ class Call(MiniBatch):
         return found
 
 
-def sent(source: DeviceStreams, target: DeviceStreams, value: Any) -> tuple[Any, Any]:
+def send_tree(source: DeviceStreams, target: DeviceStreams, value: Any) -> tuple[Any, Any]:
     """Sends a tree without a graph; returns it on the target's device, and the event to await."""
     if source.backend is None and same_memory(source.device, target.device):
         return value, None

@@ -113,7 +113,7 @@ class Drawing:
         elif wanted is not None and not _is_same(wanted, (fingerprint(value), ends)):
             stage.late.add(k)
             stage.drew.clear()  # trusted draws were wrong
-            raise RuntimeError(_OTHERWISE.format(stage.layer(k)))
+            raise RuntimeError(_OTHERWISE.format(stage.describe_layer(k)))
         return value
 
     def _learn(self, seen: GeneratorLease) -> None:
@@ -165,7 +165,7 @@ class Drawing:
         self.run.locked(seeded)  # locks of stages come before those of generators
 
 
-def compared(run: Any, inner: Any) -> Any:
+def comparison(run: Any, inner: Any) -> Any:
     """Compares recomputed skips, and outputs changed by hooks of the partition, with the forward's.
 
     Must be the outermost wrapper.
@@ -179,7 +179,7 @@ def compared(run: Any, inner: Any) -> Any:
         if record is not None and not recomputing:
             record.drawn[_OUTPUTS] = found
         elif record is not None and not same_fingerprints(record.drawn.get(_OUTPUTS, found), found):
-            raise RuntimeError(_OTHERWISE.format(f"{run.words} {i}"))
+            raise RuntimeError(_OTHERWISE.format(run.stage.describe(i)))
         return outputs
 
     return outer

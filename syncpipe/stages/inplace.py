@@ -211,7 +211,7 @@ class GuardedInputs:
             for flag, tensor in zip(self._flags, self._tensors, strict=True)
         ]
 
-    def written(self, where: str) -> bool:
+    def check_writes(self, where: str) -> bool:
         """Whether the cell has written into an input; ``RuntimeError`` if into a shared one."""
         written = [
             bool(((now != then) & (now == now)).any())  # NaN is unequal to itself

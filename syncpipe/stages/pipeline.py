@@ -12,7 +12,7 @@ from typing import TypeVar
 from torch import nn
 
 from syncpipe.runtime.engine import Engine
-from syncpipe.runtime.interrupts import forkable, run_and_undo
+from syncpipe.runtime.interrupts import forkable_lock, run_and_undo
 from syncpipe.runtime.random_numbers import modules_that_draw, without_generators
 from syncpipe.runtime.worker import Worker
 from syncpipe.schedules.schedule import Devices
@@ -28,7 +28,7 @@ class Modes:
     """A lock for the modes of modules: many threads may use them, or one thread may change them."""
 
     def __init__(self) -> None:
-        self._ended = threading.Condition(forkable())
+        self._ended = threading.Condition(forkable_lock())
         self._running: Counter[threading.Thread] = Counter()
         self._changing: threading.Thread | None = None
 

@@ -68,7 +68,7 @@ class StageRecomputation:
         self, modules: ModuleState, i: int, inputs: Any, detached: Any, owners: Sequence[int],
         target: Any, begun: Callable[[Recomputation], None] | None,
     ) -> tuple[Any, Recomputation | None]:  # fmt: skip
-        run, stage, where = self.run, self.stage, f"{self.run.words} {i}"
+        run, stage, where = self.run, self.stage, self.stage.describe(i)
         record, may_keep = Record(self.policy), begun is None
         cell = Recomputation(modules, where, may_keep=may_keep)
 
@@ -95,7 +95,7 @@ class StageRecomputation:
         if writes:
             given = GuardedInputs(inputs, owners, copy=run.writes, kept=True)
             outputs = cell.forward(compute, given.tree, shapes, guard=True)
-            cell.mutates_inputs = given.written(where)
+            cell.mutates_inputs = given.check_writes(where)
             if cell.mutates_inputs:
                 cell.stored = None
         else:

@@ -79,7 +79,6 @@ class StageRun:
         self.swaps: Sequence[Swap] = ()
         self.shallow: Any = None  # a ShallowCopy
         self.first = stage.j == 0 and stage.parent is None
-        self.words = f"stage {stage.j} ({stage.layers_in_words}), micro-batch"
         self.units = [
             (StageRun(unit, m, seed, "never", grad=grad, parent=self), recomputed)
             for unit, recomputed in (stage.units(mode.spans) if isinstance(mode, ByLayer) else ())
@@ -123,7 +122,7 @@ class StageRun:
             return outputs
         given = GuardedInputs(inputs, owners, copy=self.writes)
         outputs = self.run(i, given.tree, None, False)
-        given.written(f"{self.words} {i}")
+        given.check_writes(self.stage.describe(i))
         self.count()
         return outputs
 
@@ -168,7 +167,7 @@ class StageRun:
 
     def explain(self, error: BaseException, i: int, k: int, layer: Any, value: Any) -> None:
         """Adds the layer that raised an exception, and possible causes, as notes."""
-        annotate(error, f"in {self.stage.layer(k)} of {self.words} {i}")
+        annotate(error, f"in {self.stage.describe_layer(k)} of {self.stage.describe(i)}")
         if note := call_note(error, layer, value, unpack=self.partition.unpack):
             annotate(error, note)
         if "more than 1 value per channel" in str(error):

@@ -41,7 +41,7 @@ from torch.nn.parameter import is_lazy
 from syncpipe.data import place_of, places_of, with_class_of
 from syncpipe.layers.batchnorm import ORIGINAL, DeferredBatchNorm
 from syncpipe.layers.ties import Tie, check_modes, find_ties, move_layers
-from syncpipe.runtime.interrupts import Swap, forkable
+from syncpipe.runtime.interrupts import Swap, forkable_lock
 from syncpipe.runtime.recomputation import version_of
 from syncpipe.runtime.streams import DeviceStreams, same_memory
 from syncpipe.runtime.worker import Worker
@@ -143,7 +143,7 @@ class ShallowCopy:
         self.partition = made[id(self._original)][1]
         return self.partition
 
-    def give_back(self) -> None:
+    def copy_attributes_back(self) -> None:
         """Sets attributes on the modules that a forward has set on their copies."""
         for there, here, first, internal in self._first:
             for name in {**first, **here}:
@@ -336,7 +336,7 @@ class Replica:
     """A replica of a stage's layers; lives from call to call."""
 
     def __init__(self, original: Partition) -> None:
-        self._copy, self._lock = ShallowCopy(original), forkable()
+        self._copy, self._lock = ShallowCopy(original), forkable_lock()
         self._leaves: dict[int, tuple[Tensor, Tensor]] = {}  # by identity: original, substitute
 
     @property
@@ -360,7 +360,7 @@ class Replica:
             self._leaves = leaves
             self._copy.follow({key: leaf for key, (_, leaf) in leaves.items()})
 
-    def part(self) -> None:
+    def separate_memory(self) -> None:
         """Gives trained leaves memory of their own until the next call."""
         leaves = {}
         for key, (tensor, leaf) in self._leaves.items():
@@ -368,7 +368,7 @@ class Replica:
             leaves[key] = substitute(tensor, leaf.data.clone()) if shared else leaf
         self._copy.follow(leaves)
 
-    def of(self, tensor: Tensor) -> Tensor:
+    def substitute_of(self, tensor: Tensor) -> Tensor:
         return self._leaves[id(tensor)][1]
 
 
@@ -396,7 +396,7 @@ class CallReplicas:
             self.trained[j] = [call.substitute_of[j].get(id(t), t) for t in trained]
             for k, (index, replica) in enumerate(zip(others, replicas, strict=True), 1):
                 replica.follow(tensors, streams_of[j], streams_of[index])
-                own = self.trained[index] = list(map(replica.of, trained))
+                own = self.trained[index] = list(map(replica.substitute_of, trained))
                 call.original_of.update(zip(map(id, own), trained, strict=True))
                 if k < runs[j].m:  # it has a micro-batch in this call
                     self._trust(runs[j], runs[index])
@@ -422,10 +422,10 @@ class CallReplicas:
         if trusted and not (owner.stage.backward_draws or run.stage.backward_draws):
             run.drawing.backward_draws = 0
 
-    def let_train(self, replicas: Sequence[Sequence[Replica]]) -> None:
+    def allow_updates(self, replicas: Sequence[Sequence[Replica]]) -> None:
         """Prepares a call that updates the weights of each replica by itself."""
         for replica in chain.from_iterable(replicas):
-            replica.part()
+            replica.separate_memory()
         self._before = [each for each in self._before if not each[3].requires_grad]
 
     def finish(self) -> None:
@@ -455,7 +455,11 @@ class CallReplicas:
                 known = other.stage.drew.get(mode, draws)
                 other.stage.drew[mode] = draws
                 pairs = enumerate(zip(draws, known, strict=True))
-                drew = [one.stage.layer(k) for k, (now, then) in pairs if trusted and now & ~then]
+                drew = [
+                    one.stage.describe_layer(k)
+                    for k, (now, then) in pairs
+                    if trusted and now & ~then
+                ]
                 unexpected += [f"{layer} of stage {one.stage.j}" for layer in drew]
             if trusted and owner.drawing.backward_draws and run.drawing.backward_draws == 0:
                 unexpected.append(f"a backward of stage {owner.stage.j}")
@@ -476,7 +480,9 @@ def _check_replicated(stage: Stage) -> None:
     for k, layer in enumerate(stage.partition._modules.values()):
         for module in () if layer is None else layer.modules():
             if reason := _reason(module):
-                raise ValueError(f"stage {stage.j} has replicas, but {stage.layer(k)} {reason}")
+                raise ValueError(
+                    f"stage {stage.j} has replicas, but {stage.describe_layer(k)} {reason}"
+                )
 
 
 def _reason(module: nn.Module) -> str:

@@ -104,7 +104,7 @@ class Stage:
             self.changes.lock = parent.changes.lock  # modules may be in several units
 
     @property
-    def layers_in_words(self) -> str:
+    def layer_range(self) -> str:
         first, last = self.first, self.first + len(self.names) - 1
         return f"layer {first}" if first == last else f"layers {first} to {last}"
 
@@ -130,9 +130,9 @@ class Stage:
         return True
 
     def describe(self, i: int) -> str:
-        return f"stage {self.j} ({self.layers_in_words}), micro-batch {i}"
+        return f"stage {self.j} ({self.layer_range}), micro-batch {i}"
 
-    def layer(self, k: int) -> str:
+    def describe_layer(self, k: int) -> str:
         kind = type(self.partition[k]).__name__
         return f"layer {self.first + k} ({self.names[k]!r}: {kind})"
 

@@ -363,7 +363,7 @@ class Accumulated(Leaves):
             stage = pipeline.stages[j]
             loss = " or loss_fn" if stage.j == pipeline.n - 1 else ""
             device = pipeline.workers[self._worker_of[j]].device
-            named.append(f"stage {stage.j} ({stage.layers_in_words}{loss}, on {device})")
+            named.append(f"stage {stage.j} ({stage.layer_range}{loss}, on {device})")
         return (
             f"{described(leaf)}, a tensor that requires grad, is used by {' and by '.join(named)}. "
             "Two workers would add to its gradient at the same time: choose a balance that puts "

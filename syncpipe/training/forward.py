@@ -6,7 +6,7 @@
                          workers, returns gradients of x and of the parameters
 
 The node returns one gradient for each tensor, as any module does, so hooks of parameters,
-``inputs=`` and ``DistributedDataParallel`` work as usual. Gradients are captured in each cell and
+``inputs=`` and ``DistributedDataParallel`` work as usual. Gradients are captured_grads in each cell and
 summed for each stage; autograd adds the sums to ``.grad``. :func:`plain` gives the graph of the
 layers themselves where that is needed.
 """
@@ -25,7 +25,7 @@ from torch.autograd.graph import get_gradient_edge
 from torch.nn.parameter import is_lazy
 
 from syncpipe.data import described, gather, map_tensors, scatter_sized, storage_users, tensors_in
-from syncpipe.runtime.graph import captured, go_back
+from syncpipe.runtime.graph import captured_grads, go_back
 from syncpipe.runtime.interrupts import Swap, run_and_undo
 from syncpipe.runtime.recomputation import copy_of, is_small, version_of
 from syncpipe.runtime.streams import moved
@@ -65,7 +65,7 @@ def forward(
     leaves = Captured(call, micro_batches) if call.state.grad else None
     task = TrainingTask(call, source, head, leaves)
     call.run(forward_steps(pipeline.edges, call.m, pipeline.placement), task)
-    outputs, head.outputs = call.collected(head.outputs), []
+    outputs, head.outputs = call.collect_outputs(head.outputs), []
     if leaves is not None and any(map(any, head.flags)):
         entered = [tensor for i in range(call.m) for tensor in source.inputs(i)]
         outputs = leaves.attach_node(task, head, entered, outputs)
@@ -93,7 +93,7 @@ class _Outputs:
 
 
 class Captured(Leaves):
-    """Leaves of one call of ``pipe(x)``: gradients are captured in cells and summed by stage.
+    """Leaves of one call of ``pipe(x)``: gradients are captured_grads in cells and summed by stage.
 
     The node of the call runs :meth:`backward`. ``_receivers`` are the tensors that get gradients,
     each with its leaves in the stages: ``(index of the stage, leaf)``.
@@ -270,7 +270,7 @@ class Captured(Leaves):
         if self.nested_backward[j]:
             found = self._capture_in_grad(own, roots, grads)
         else:
-            found = captured(roots, grads, (*own, ANCHOR), keep=self._retain_graph)[:-1]
+            found = captured_grads(roots, grads, (*own, ANCHOR), keep=self._retain_graph)[:-1]
         if streams.backend is not None:
             # In one cell the engine adds up the gradients of a leaf on the stream on which the leaf
             # was first used: the caller's, or another worker's, which then owns their memory.

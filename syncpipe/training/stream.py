@@ -45,7 +45,7 @@ from syncpipe.runtime.recomputation import version_of
 from syncpipe.runtime.streams import moved
 from syncpipe.schedules.schedule import Kind
 from syncpipe.schedules.stream import Extent, StreamSteps, Versions, version_used, versions_kept
-from syncpipe.stages.call import Call, sent
+from syncpipe.stages.call import Call, send_tree
 from syncpipe.stages.pipeline import Pipeline
 from syncpipe.stages.run import StageRun
 from syncpipe.stages.sharing import substitute, swaps_of
@@ -126,7 +126,7 @@ def stream(
                 torch.set_autocast_cache_enabled(False)
             call = Call(pipeline, _UNBOUNDED, checkpoint=checkpoint, **running)
             if call.replicas is not None:
-                call.replicas.let_train(pipeline.replicas)
+                call.replicas.allow_updates(pipeline.replicas)
             weights.extend(map(weights_of, pipeline.stages[n:]))
             copied.extend(chain.from_iterable(own.parameters for own in weights[n:]))
             for stage, own in zip(pipeline.stages, weights, strict=True):
@@ -654,7 +654,7 @@ class _StreamTask(TrainingTask):
         return [self._message_to(j, self._pipeline.stages[j].j, grads)]
 
     def _message_to(self, j: int, other: int, value: Any) -> Message:
-        return Message(*sent(self.call.streams_of[j], self.call.streams_of[other], value))
+        return Message(*send_tree(self.call.streams_of[j], self.call.streams_of[other], value))
 
     def _update(self, j: int, i: int, messages: list[Message]) -> list[Message]:
         owner, *others = self._pipeline.replica_indices[self._pipeline.stages[j].j]

@@ -36,7 +36,7 @@ from syncpipe.runtime.thread_state import backward_here, without_autocast
 from syncpipe.schedules.named import ScheduleLike, build
 from syncpipe.schedules.schedule import Kind
 from syncpipe.schedules.steps import forward_steps, training_steps
-from syncpipe.stages.call import Call, sent
+from syncpipe.stages.call import Call, send_tree
 from syncpipe.stages.inplace import own_memory, passthrough_flags, sent_flags
 from syncpipe.stages.pipeline import Pipeline
 from syncpipe.stages.run import Inputs
@@ -128,7 +128,7 @@ class TrainingTask:
             run = without_autocast(self.call.state, run)
         if self._watch is not None:
             run = self._watch(kind, j, run)
-        return self.call.bound(run, kind, j)
+        return self.call.bind_streams(run, kind, j)
 
     # -- forward
 
@@ -241,7 +241,7 @@ class TrainingTask:
         cell.ends = list(map(ends_of, values))
         if tuple(map(len, cell.ends)) != cell.expected_ends:
             raise RuntimeError(
-                f"{run.words} {i} gave other outputs when it was recomputed. Its layers must do "
+                f"{run.stage.describe(i)} gave other outputs when it was recomputed. Its layers must do "
                 "the same both times. If one depends on a global or counts its calls, let it ask "
                 "syncpipe.is_recomputing(), or use checkpoint='never'."
             )
@@ -267,7 +267,7 @@ class TrainingTask:
             if self._leaves.awaiting_grad[j]:
                 self._leaves.own_first_grads(j)
         except BaseException as error:
-            annotate(error, f"in backward of {run.words} {i}")
+            annotate(error, f"in backward of {run.stage.describe(i)}")
             raise
         if cell.target_cut is not None:
             grads = self._release_grads(j, cell.target_cut)
@@ -317,7 +317,9 @@ class TrainingTask:
         trained = replicas.trained[j]
         if i > 0:
             grads = self._leaves.pop_grads(j, trained)
-            return [Message(*sent(streams_of[j], streams_of[self._pipeline.stages[j].j], grads))]
+            return [
+                Message(*send_tree(streams_of[j], streams_of[self._pipeline.stages[j].j], grads))
+            ]
         for message in messages:  # replica 1, 2, ...
             self._leaves.add(j, trained, message.value)
         return []
@@ -514,7 +516,7 @@ def _results(call: Call, head: LossHead, objective: Objective | None, source: So
             loss, metrics = objective.loss(), objective.metrics()
         outputs = head.outputs
         if outputs is not None:
-            outputs = join_outputs(pipeline, call.collected(outputs), source)
+            outputs = join_outputs(pipeline, call.collect_outputs(outputs), source)
     if loss is None:
         return outputs
     present = (True, head.outputs is not None, bool(metrics))

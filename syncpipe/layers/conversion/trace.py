@@ -36,12 +36,12 @@ from torch.utils.checkpoint import CheckpointFunction
 from syncpipe.data import batch_kind, entries, equal, flatten, tensors_in
 from syncpipe.layers.conversion.origin import MISSING, PLAIN, Read, alike, attribute
 from syncpipe.layers.conversion.signature import is_input
-from syncpipe.runtime.interrupts import forkable
+from syncpipe.runtime.interrupts import forkable_lock
 
 __all__ = ["CHECKS", "DEVICE", "Function", "Tracer", "Whole", "guard"]
 
 #: Tracing puts functions in the place of others, for all threads: one trace at a time.
-_tracing_lock = forkable()
+_tracing_lock = forkable_lock()
 #: Numbers that no other batch and no other length would change.
 _CONSTANT = frozenset(
     {"dim", "ndim", "ndimension", "itemsize", "element_size", "get_device", "_version", "stride",
