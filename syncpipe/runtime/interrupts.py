@@ -2,9 +2,9 @@
 
 Python raises ``KeyboardInterrupt`` between any two bytecodes of the main thread, also on the first
 line of a ``finally``, whose rest is then skipped, and inside context managers written in Python.
-Blocking the signal is no way out: a layer that hangs must be interruptible. So each undo function
-is idempotent and runs once more if Ctrl-C interrupted it. Locks are taken by ``with lock:``, which
-is C code.
+The signal cannot be blocked: a layer that hangs must be interruptible. So each undo function is
+idempotent and runs again if Ctrl-C interrupted it. Locks are taken by ``with lock:``, which is C
+code.
 """
 
 from __future__ import annotations

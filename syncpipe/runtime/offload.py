@@ -23,6 +23,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from itertools import pairwise
+from operator import call
 from typing import Any
 
 import torch
@@ -67,7 +68,7 @@ class Offload:
             copies = self._copies.setdefault(i, [])
             try:
                 torch._C._autograd._push_saved_tensors_default_hooks(
-                    lambda tensor: self._pack(tensor, i, copies), _unpack
+                    lambda tensor: self._pack(tensor, i, copies), call
                 )
                 return run(i, *args)
             finally:
@@ -199,19 +200,15 @@ class _Copy:
             self._offload.backend.wait(self._offload.compute, self._ready)
 
 
-def _unpack(packed: Callable[[], Tensor]) -> Tensor:
-    return packed()
-
-
 def _checked(probe: Tensor, version: int, tensor: Any) -> Any:
     """Checks that a packed tensor was not modified in place, as autograd does not; returns it."""
     now = version_of(probe)
     if now != version:
         what = described(tensor) if isinstance(tensor, Tensor) else tensor
         raise RuntimeError(
-            f"a tensor ({what}) that is needed for backward was modified in place since the "
-            f"forward (version {version} became {now}): let the layer work on a copy, and call "
-            "backward before the optimizer's step"
+            f"a tensor ({what}) that backward needs was modified in place since the forward "
+            f"(version {version} became {now}): let the layer work on a copy, and call backward "
+            "before optimizer.step()"
         )
     return tensor
 

@@ -96,8 +96,8 @@ def _put_rows(values: list[_Rows]) -> None:
 def _modified(what: str, where: object, then: int, now: int) -> RuntimeError:
     return RuntimeError(
         f"{what} of {where} was modified in place between forward and backward (version {then} "
-        f"became {now}), so that the cell cannot be recomputed: call backward before the "
-        "optimizer's step, and modify copies; or use checkpoint='never' if a layer itself does this"
+        f"became {now}), so the cell cannot be recomputed: call backward before optimizer.step(), "
+        "or modify a copy; if a layer itself modifies it, use checkpoint='never'"
     )
 
 
@@ -298,12 +298,12 @@ def _other_modules(then: list[nn.Module], now: list[nn.Module], where: object) -
     gone = ", ".join(type(m).__name__ for m in then if m not in now)
     return (
         f"the modules of {where} changed between forward and backward (new: {came}; gone: {gone}), "
-        "so that the cell cannot be recomputed: change them before the forward or after backward"
+        "so the cell cannot be recomputed: change them before the forward or after backward"
     )
 
 
 def is_small(buffer: Tensor) -> bool:
-    """Whether a buffer is copied before each forward. A part of a storage has no own version."""
+    """Whether a buffer is copied before each forward; parts of a storage share its version."""
     size = buffer.numel() * buffer.itemsize
     return not buffer.requires_grad and (size <= SMALL or is_slice(buffer))
 
@@ -356,7 +356,7 @@ class Recomputation:
         self._where, self._may_keep = where, may_keep
         self._noted: list[_BufferNote] = []
         self._copies: dict[_Place, Tensor] = {}
-        self._changed: set[_Place] = set()  # of the noted buffers, those that the forward changed
+        self._changed: set[_Place] = set()  # the noted buffers that the forward changed
         self._lazy: list[_Place] = []
         self.inputs: Any = None
         made: dict[int, Tensor] = {}
@@ -474,9 +474,9 @@ class Recomputation:
         self.modules.changes.copied.add(place)
         return RuntimeError(
             f"the buffer {place[1]!r} ({described(buffer)}) of {self._where} was modified in "
-            "place, so that the cell cannot be recomputed. If a layer did this in its forward, it "
-            "is known from the next call on: call again. If your own code did it between forward "
-            "and backward, let it do so after backward; or use checkpoint='never'"
+            "place, so the cell cannot be recomputed. If a layer's forward modified it, call "
+            "again: the next call expects it. If your code modified it between forward and "
+            "backward, do that after backward, or use checkpoint='never'"
         )
 
     def _swaps(self, epoch: object, keep: bool) -> list[Swap]:
@@ -507,11 +507,11 @@ class Recomputation:
         names = [", ".join(map(str, (a - b).elements())) for a, b in ((now, then), (then, now))]
         second, first = (name or "nothing more" for name in names)
         raise RuntimeError(
-            f"{self._where} stored other tensors for backward when it was recomputed: those of "
-            f"{second} instead of {first}. Its layers must do the same both times; if one depends "
-            "on a global or counts its calls, let it ask syncpipe.is_recomputing(); if the forward "
-            "ran in a context that backward does not (sdpa_kernel, parametrize.cached), call "
-            "backward in it, too; or use checkpoint='never'."
+            f"{self._where} stored other tensors for backward when it was recomputed: results of "
+            f"{second} instead of {first}. Its layers must do the same both times. A layer that "
+            "depends on a global or counts its calls can ask syncpipe.is_recomputing(). If the "
+            "forward ran in a context (sdpa_kernel, parametrize.cached), call backward in it, too. "
+            "Or use checkpoint='never'"
         )
 
 
@@ -534,8 +534,8 @@ def _sizes(shape: Any) -> tuple[int, ...]:
     return tuple([size if type(size) is int else -1 for size in shape])
 
 
-#: Nodes that are not compared: those that pass inputs into a cell, and casts. Casts store nothing,
-#: and their number depends on autocast's cache, which any thread may clear.
+#: Nodes that are not compared: inputs of a cell, and casts, which store nothing and whose number
+#: depends on autocast's cache, which any thread may clear.
 _NOT_COMPARED = {
     "_CrossBackward",
     "CloneBackward0",
@@ -551,10 +551,10 @@ def _check_object(thing: Any, then: dict[str, tuple[Any, ...]], where: object) -
     for name in then.keys() | now.keys():
         if then.get(name, ())[1:] != now.get(name, ())[1:]:
             raise RuntimeError(
-                f"{where} changed the attribute {name!r} of the {type(thing).__name__} that it was "
-                "given, so that it cannot be recomputed: let the layer return a new object, pass "
-                "tensors in tuples or dicts (or in a class registered with torch.utils._pytree), "
-                "or use checkpoint='never'"
+                f"{where} changed the attribute {name!r} of its input, a {type(thing).__name__}, "
+                "so the cell cannot be recomputed: let the layer return a new object, pass tensors "
+                "in tuples or dicts (or in a class registered with torch.utils._pytree), or use "
+                "checkpoint='never'"
             )
 
 

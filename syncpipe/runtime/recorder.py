@@ -48,7 +48,7 @@ class Moment:
 
 @dataclass(slots=True)
 class Record:
-    """One action or transfer of a worker; the attributes are those of ``timeline.Span``."""
+    """One action or transfer of a worker, with the attributes of ``timeline.Span``."""
 
     kind: str
     i: int

@@ -73,7 +73,7 @@ def uncompiled(function: Callable[_P, _T]) -> Callable[_P, _T]:
 
 @lru_cache(maxsize=1)
 def _flags() -> list[_Flag]:
-    """Getters and setters of a thread's settings; after the first four, those of autocast.
+    """Getters and setters of a thread's settings: four, then two for each kind of autocast.
 
     The cache of cast weights serves all threads, and is cleared at the end of the outermost
     ``autocast``: without one it would go stale.
@@ -160,7 +160,7 @@ class CallerState:
     def leave_devices(self) -> None:
         """Restores ``set_default_device`` modes, so that ``set_default_device(None)`` ends them.
 
-        PyTorch's checkpoint enters the mode again, which would then restore itself for ever.
+        PyTorch's checkpoint enters the mode again, which would then restore itself each time.
         """
         for attributes, before in self._devices:
             attributes.update(before)

@@ -155,12 +155,16 @@ def own_memory(
         return outputs, passed
     given = set(map(storage_of, tensors_in(inputs)))
     held = [each and storage_of(t) not in given for each, t in zip(held, tensors, strict=True)]
-    made = iter(clones([tensor for tensor, each in zip(tensors, held, strict=True) if each]))
-    sent = [next(made) if each else t for t, each in zip(tensors, held, strict=True)]
+    sent = _with_copies(tensors, held)
     owners = [
         flag | SHARED * each for flag, each in zip(passed or [0] * len(sent), held, strict=True)
     ]
     return map_tensors(lambda _: sent, outputs), owners
+
+
+def _with_copies(tensors: Sequence[Tensor], to_copy: Sequence[bool]) -> list[Tensor]:
+    made = iter(clones([tensor for tensor, copy in zip(tensors, to_copy, strict=True) if copy]))
+    return [next(made) if copy else t for t, copy in zip(tensors, to_copy, strict=True)]
 
 
 def _is_held(tensor: Tensor) -> bool:
@@ -200,10 +204,7 @@ class GuardedInputs:
             copy and flag == BORROWED and not (grad and tensor.is_leaf and tensor.requires_grad)
             for flag, tensor in zip(self._flags, tensors, strict=True)
         ]
-        made = iter(clones([tensor for tensor, each in zip(tensors, to_copy, strict=True) if each]))
-        self._tensors = [
-            next(made) if each else tensor for tensor, each in zip(tensors, to_copy, strict=True)
-        ]
+        self._tensors = _with_copies(tensors, to_copy)
         self.tree = map_tensors(lambda _: self._tensors, inputs)  # containers are copied, too
         compare = torch.is_inference_mode_enabled()
         self._before: list[Any] = [

@@ -189,8 +189,8 @@ def in_units(parent: Any, i: int, value: Any) -> Any:
 class _SavedStates(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Saves the generators' states after each random operation, and restores them in recomputation.
 
-    Also notes which results are written into. PyTorch misses kernels that write into views without
-    versions (those of ``nn.GRU``), so that a saved result would be wrong.
+    Also notes which results are written into. PyTorch misses kernels, for example of ``nn.GRU``,
+    that write into views without versions, so that a saved result would be wrong.
     """
 
     def __init__(self, stage: Any, states: deque[list[Tensor]], recomputing: bool) -> None:

@@ -93,7 +93,7 @@ def swaps_of(partition: nn.Module, substitute_of: dict[int, Tensor]) -> list[Swa
 
 
 def _substituted(weights: list[Any], substitute_of: dict[int, Tensor]) -> list[Any]:
-    """A list of tensors (such as the flat weights of an LSTM) with their substitutes."""
+    """A list of tensors, for example the flat weights of an LSTM, with their substitutes."""
     return [substitute_of.get(id(item), item) for item in weights]
 
 

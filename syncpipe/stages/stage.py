@@ -59,7 +59,7 @@ class Stage:
         names: for each layer its name in the wrapped module.
         first: index of the first layer in the wrapped module.
         device: the device of the layers.
-        pops, stashes: the skips from other stages, and those for other stages.
+        pops, stashes: the skips from other stages, and the skips for other stages.
         parent: the stage of which this is a unit.
 
     Attributes:

@@ -89,7 +89,7 @@ def test_what_is_recomputed_draws_what_was_drawn_or_is_known_from_the_next_call_
         weigh(pipe(torch.arange(6.0)[:, None].repeat(1, 3).requires_grad_())).backward()
 
     if late:
-        with pytest.raises(RuntimeError, match=r"layer 1 .*Remember.*known from the next call on"):
+        with pytest.raises(RuntimeError, match=r"layer 1 .*Remember.*the next call expects it"):
             run()
     for _ in range(6):
         run()
@@ -310,7 +310,7 @@ def test_stages_run_at_once_whatever_earlier_calls_drew(history, checkpoint):
         try:
             pipe(X.clone().requires_grad_()).sum().backward()
         except RuntimeError as error:  # of what draws in a later micro-batch only
-            assert "known from the next call on" in str(error)  # noqa: PT017
+            assert "the next call expects it" in str(error)  # noqa: PT017
 
     with inline():
         sys.setprofile((lambda *_: None) if history == "a profile function" else None)
