@@ -266,7 +266,7 @@ class GeneratorLease:
         start = self._own = states_of(self._generators)
         self.touches = sys.getprofile() is not None  # the one profiler is in use: assume it
 
-        def looked_at() -> Any:
+        def begin() -> Any:
             if not self.touches:
                 sys.setprofile(self._note_generator_call)
             return layer(value)
@@ -275,7 +275,7 @@ class GeneratorLease:
             if sys.getprofile() == self._note_generator_call:
                 sys.setprofile(None)
 
-        output = run_and_undo(looked_at, end)
+        output = run_and_undo(begin, end)
         self.draws = changed_generators(self._generators, start)
         self.drew_outside |= bool(changed_generators(self._generators, self._own))
         return output

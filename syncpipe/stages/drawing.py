@@ -20,7 +20,7 @@ from syncpipe.runtime.random_numbers import (
 #: Of a recomputed cell: by layer the generators that it may draw from, and its fingerprint.
 Drawn = dict[int, Any]
 _OUTPUTS = -1  # the key of the cell's output, in place of a layer
-_OTHERWISE = (
+_DIFFERS = (
     "{} gave another result when it was recomputed than in the forward, so gradients would be "
     "wrong. If a thread of yours draws random numbers meanwhile, give it a torch.Generator of its "
     "own. If the layer draws, but not in the first micro-batch, call again: the next call expects "
@@ -62,12 +62,12 @@ class Drawing:
         run, stage, value = self.run, self.stage, inputs[0]
         drawn = None if record is None else record.drawn
         first = not recomputing and not run.forwards_done[0]
-        care, unpack = first or drawn is not None, stage.partition.unpack
+        watch, unpack = first or drawn is not None, stage.partition.unpack
         k, layer = 0, None
         try:
             for k, layer in enumerate(run.running._modules.values()):
                 call: Any = partial(spread, layer) if unpack else layer
-                if not self._deterministic[k] and (care or self.draws[k] or k in self._late):
+                if not self._deterministic[k] and (watch or self.draws[k] or k in self._late):
                     value = self._drawing(i, k, call, value, first, drawn, recomputing)
                 else:
                     value = call(value)
@@ -85,10 +85,10 @@ class Drawing:
         # A trusted layer that holds the generators anyway is observed, too.
         known = self.trusted and not self.draws[k] & everything
         observe = not recomputing and (late or (first and not known))
-        which, wanted = everything if observe else self.draws[k], None
+        which, expected = everything if observe else self.draws[k], None
         if recomputing:
             unknown = everything, None  # the forward has not reached this layer
-            which, wanted = (0, None) if drawn is None else drawn.get(k, unknown)
+            which, expected = (0, None) if drawn is None else drawn.get(k, unknown)
         elif drawn is not None:
             drawn[k] = which, None  # for a recomputation by a backward inside the layer
         ends: dict[Any, list[Tensor]] = {}
@@ -101,7 +101,7 @@ class Drawing:
             ends = seen.ends
             if observe:
                 self.draws[k] = seen.draws if first else self.draws[k] | seen.draws
-                self._learn(seen)
+                self._note_touches(seen)
                 if first:
                     stage.late.discard(k)
                 elif seen.draws:
@@ -110,13 +110,13 @@ class Drawing:
             value = layer(value)
         if drawn is not None and not recomputing:
             drawn[k] = self.draws[k], (fingerprint(value), ends)
-        elif wanted is not None and not _is_same(wanted, (fingerprint(value), ends)):
+        elif expected is not None and not _is_same(expected, (fingerprint(value), ends)):
             stage.late.add(k)
             stage.drew.clear()  # trusted draws were wrong
-            raise RuntimeError(_OTHERWISE.format(stage.describe_layer(k)))
+            raise RuntimeError(_DIFFERS.format(stage.describe_layer(k)))
         return value
 
-    def _learn(self, seen: GeneratorLease) -> None:
+    def _note_touches(self, seen: GeneratorLease) -> None:
         if seen.touches:
             parent = self.run.parent.drawing  # all units run backward together
             parent._touches = True
@@ -138,7 +138,7 @@ class Drawing:
         cell = (self.run.seed, stage.first + len(stage.names), i)
         result, seen = run_seeded(stage.generators, which, cell, function, given, observe=observe)
         if observe:
-            self._learn(seen)
+            self._note_touches(seen)
         return result, seen.draws if draws is None else draws
 
     def backward(self, i: int, run: Callable[..., None], *args: Any) -> None:
@@ -179,7 +179,7 @@ def comparison(run: Any, inner: Any) -> Any:
         if record is not None and not recomputing:
             record.drawn[_OUTPUTS] = found
         elif record is not None and not same_fingerprints(record.drawn.get(_OUTPUTS, found), found):
-            raise RuntimeError(_OTHERWISE.format(run.stage.describe(i)))
+            raise RuntimeError(_DIFFERS.format(run.stage.describe(i)))
         return outputs
 
     return outer

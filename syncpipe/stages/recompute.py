@@ -206,7 +206,7 @@ class _SavedStates(TorchDispatchMode):  # type: ignore[no-untyped-call]
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
         if not self._recomputing:
-            self._look(func, result, (args, kwargs))
+            self._note_storages(func, result, (args, kwargs))
         if not is_random(func) or kwargs.get("generator") is not None:
             return result
         if not self._recomputing:
@@ -217,7 +217,7 @@ class _SavedStates(TorchDispatchMode):  # type: ignore[no-untyped-call]
             put_back_states(self._generators, states)
         return result
 
-    def _look(self, func: Any, result: Any, given: Any) -> None:
+    def _note_storages(self, func: Any, result: Any, given: Any) -> None:
         for storage in map(storage_of, tensors_in(result)):
             if func._schema.is_mutable:
                 self._written[storage] = func
