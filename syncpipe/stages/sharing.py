@@ -181,9 +181,6 @@ def _state(
     return state
 
 
-# -- copies of leaves
-
-
 class _Copy(NamedTuple):
     """A copy of a tensor on another device, the event at which it is ready, and its version."""
 
@@ -214,9 +211,6 @@ class _Leaves:
                 value = self.made[key].copy
                 streams.receive(self.made[key].event, [value])
             return substitute(tensor, value)
-
-
-# -- tied weights
 
 
 class SharedTensors:
@@ -327,9 +321,6 @@ class CallTies:
                     "the changes in another order than the plain model: choose a balance that puts "
                     "these layers into one stage, or untie them"
                 )
-
-
-# -- replicas
 
 
 class Replica:
