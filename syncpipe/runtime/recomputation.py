@@ -551,10 +551,10 @@ def _check_object(thing: Any, then: dict[str, tuple[Any, ...]], where: object) -
     for name in then.keys() | now.keys():
         if then.get(name, ())[1:] != now.get(name, ())[1:]:
             raise RuntimeError(
-                f"{where} changed the attribute {name!r} of its input, a {type(thing).__name__}, "
-                "so the cell cannot be recomputed: let the layer return a new object, pass tensors "
-                "in tuples or dicts (or in a class registered with torch.utils._pytree), or use "
-                "checkpoint='never'"
+                f"{where} changed the attribute {name!r} of the {type(thing).__name__} in its "
+                "inputs, so it cannot be recomputed: let the layer return a new object, pass "
+                "tensors in tuples or dicts (or in a class registered with torch.utils._pytree), "
+                "or use checkpoint='never'"
             )
 
 
