@@ -6,7 +6,7 @@
                          workers, returns gradients of x and of the parameters
 
 The node returns one gradient for each tensor, as any module does, so hooks of parameters,
-``inputs=`` and ``DistributedDataParallel`` work as usual. Gradients are captured_grads in each cell and
+``inputs=`` and ``DistributedDataParallel`` work as usual. Gradients are captured in each cell and
 summed for each stage; autograd adds the sums to ``.grad``. :func:`plain` gives the graph of the
 layers themselves where that is needed.
 """
@@ -93,7 +93,7 @@ class _Outputs:
 
 
 class Captured(Leaves):
-    """Leaves of one call of ``pipe(x)``: gradients are captured_grads in cells and summed by stage.
+    """Leaves of one call of ``pipe(x)``: gradients are captured in cells and summed by stage.
 
     The node of the call runs :meth:`backward`. ``_receivers`` are the tensors that get gradients,
     each with its leaves in the stages: ``(index of the stage, leaf)``.

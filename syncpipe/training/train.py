@@ -241,9 +241,9 @@ class TrainingTask:
         cell.ends = list(map(ends_of, values))
         if tuple(map(len, cell.ends)) != cell.expected_ends:
             raise RuntimeError(
-                f"{run.stage.describe(i)} gave other outputs when it was recomputed. Its layers must do "
-                "the same both times. If one depends on a global or counts its calls, let it ask "
-                "syncpipe.is_recomputing(), or use checkpoint='never'."
+                f"{run.stage.describe(i)} gave other outputs when it was recomputed. Its layers "
+                "must do the same both times. If one depends on a global or counts its calls, let "
+                "it ask syncpipe.is_recomputing(), or use checkpoint='never'."
             )
         return []
 
