@@ -49,10 +49,10 @@ __all__ = [
     "verify",
 ]
 
-#: The packages that people import from.
+#: Public subpackages.
 _PACKAGES = ("balance", "checkpoints", "distributed", "planner", "schedules", "skip", "timeline")
-#: Where names are from. They are imported when they are asked for, and with them PyTorch, which
-#: takes seconds.
+#: The modules of public names. They are imported on first access, because importing PyTorch takes
+#: seconds.
 _HOMES = {
     "balance": ("balance_by_time",),
     "data": ("NoChunk", "register_batch"),

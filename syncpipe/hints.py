@@ -1,4 +1,4 @@
-"""What people write who know another library, or who mistype: the error names what they meant."""
+"""Errors for misspelt names and names of other libraries, which name the right one."""
 
 from __future__ import annotations
 
@@ -33,18 +33,18 @@ _LAYERS = "make another Pipe of the layers: layers = [*pipe]; pipe[k] = layer re
 _OPTIMIZER = "the optimizer is yours: call optimizer.step() after train_batch"
 _STAGES = "there are as many stages as in balance=[...], or in devices= with balance='uniform'"
 _CHUNKS = "the number of micro-batches is chunks="
-#: Arguments of other libraries, for which there is a sentence.
+#: Answers to arguments of other libraries.
 _ARGUMENTS = {
     **dict.fromkeys(("num_stages", "n_stages", "stages"), _STAGES),
     **dict.fromkeys(("micro_batches", "microbatches", "n_microbatches"), _CHUNKS),
     **dict.fromkeys(("num_microbatches", "gradient_accumulation_steps"), _CHUNKS),
-    "activation_checkpoint_interval": "checkpoint= says which micro-batches, or which layers",
+    "activation_checkpoint_interval": "checkpoint= selects micro-batches, or layers",
     "partition_method": "balance='parameters', 'uniform', 'type:regex' or 'time'",
     "loss_fn": "the loss function is given to pipe.train_batch(input, target, loss_fn=...)",
     "layers": "the layers are the first argument, Pipe(layers, ...)",
     "optimizer": _OPTIMIZER,
 }  # fmt: skip
-#: Other words for an argument, where the function has it.
+#: Synonyms of arguments, used if the function has the argument.
 _WORDS = {
     **dict.fromkeys(("criterion", "loss", "loss_function", "objective"), "loss_fn"),
     **dict.fromkeys(("inputs", "x", "batch", "data"), "input"),
@@ -56,23 +56,23 @@ _WORDS = {
     **{"model": "module", "accumulation_steps": "accumulate", "reduction": "loss_reduction"},
 }
 _OF_THE_PIPE = {"balance", "devices", "replicas", "chunks", "checkpoint"}
-_MADE_SO = "it is decided when a pipe is made: Pipe([*pipe], pipe.balance, {}=..., ...)"
-_VALUES = "it is for layers that Pipe(...) makes: pipe.apply(init_fn) sets those that are there"
-#: Arguments of ``Pipe`` that are no attributes.
+_MADE_SO = "it is fixed when a pipe is made: Pipe([*pipe], pipe.balance, {}=..., ...)"
+_VALUES = "it is for layers that Pipe(...) builds: pipe.apply(init_fn) initializes existing ones"
+#: Answers for arguments of ``Pipe`` that are not attributes.
 _SETTINGS = {
     **{name: _MADE_SO.format(name) for name in ("deferred_batch_norm", "unpack")},
     **dict.fromkeys(("init_fn", "seed"), _VALUES),
-    "sample": "it is what Pipe(..., balance='time') measures with: set pipe.balance = "
+    "sample": "Pipe(..., balance='time') measures with it: set pipe.balance = "
     "syncpipe.balance.balance_by_time(n, pipe[:], sample)",
     "module": "a pipe is a list of its layers: pipe[k] = layer replaces one",
     "partitions": "pipe.balance = [...] cuts the layers anew, and pipe[k] = layer replaces one",
 }
 _ATTRIBUTES = {
     **_SETTINGS,
-    "save_checkpoint": "torch.save(pipe.state_dict(), path), whose keys no balance changes",
+    "save_checkpoint": "torch.save(pipe.state_dict(), path), with the same keys in any balance",
     "load_checkpoint": "pipe.load_state_dict(torch.load(path))",
     "gradient_accumulation_steps": "pipe.chunks is the number of micro-batches",
-    "backward": "pipe.train_batch runs backward by itself; after pipe(input) it is loss.backward()",
+    "backward": "pipe.train_batch runs backward itself; after pipe(input) call loss.backward()",
     "step": _OPTIMIZER,
     "num_stages": "len(pipe.balance)",
     **dict.fromkeys(("append", "extend", "insert", "pop"), _LAYERS),
@@ -85,9 +85,9 @@ _ATTRIBUTES = {
 
 
 def with_hints(function: Callable[_P, _R]) -> Callable[_P, _R]:
-    """Has a method refuse arguments that it does not have by a sentence that names what is meant.
+    """Wraps a method so that errors about unknown arguments name the right one.
 
-    Its signature stays as it is, for readers, editors and type checkers.
+    The signature stays, for readers, editors and type checkers.
     """
     parameters = [*inspect.signature(function).parameters.values()][1:]
     named = [p.name for p in parameters if p.kind is p.KEYWORD_ONLY]
@@ -101,7 +101,7 @@ def with_hints(function: Callable[_P, _R]) -> Callable[_P, _R]:
             raise _unknown(name, next(key for key in kwargs if key not in names), names)
         if len(args) > len(placed) + 1:
             raise TypeError(
-                f"{name} takes {' and '.join(placed)} by position, and everything else by name, "
+                f"{name} takes {' and '.join(placed)} by position, and all others by name, "
                 f"but was given {len(args) - 1} arguments: write "
                 f"{name}({', '.join(placed)}, {named[0]}=...)"
             )
@@ -118,7 +118,7 @@ def _unknown(function: str, name: str, names: set[str]) -> TypeError:
     else:
         answer = _closest(name, names, "did you mean {}=?")
     if not answer and function != "Pipe" and name in _OF_THE_PIPE:
-        answer = f"it is the pipe's: set pipe.{name} = ..."
+        answer = f"it is an attribute of the pipe: set pipe.{name} = ..."
     text = f"{function}() got an unexpected keyword argument {name!r}"
     return TypeError(f"{text}: {answer}" if answer else text)
 
@@ -136,17 +136,13 @@ def unknown_attribute(name: str, names: Iterable[str], error: AttributeError) ->
 
 
 def check_setting(name: str, value: Any) -> None:
-    """Refuses to set what is an argument of ``Pipe``, and no attribute that would be followed."""
+    """Raises AttributeError if ``name`` is an argument of ``Pipe`` and not an attribute."""
     if name in _SETTINGS:
         raise AttributeError(f"pipe.{name} = {value!r:.60} would do nothing: {_SETTINGS[name]}")
 
 
 class FixedList(list[_T]):
-    """A list that a pipe shows, and that is no place to change the pipe; copies are plain lists.
-
-    Args:
-        name: the attribute that it is.
-    """
+    """An immutable list, the value of the attribute ``name`` of a pipe; copies are plain lists."""
 
     def __init__(self, name: str, values: Iterable[_T]) -> None:
         super().__init__(values)
@@ -156,8 +152,8 @@ class FixedList(list[_T]):
         raise TypeError(
             f"pipe.{self._name} cannot be changed in place: {_SETTINGS[self._name]}"
             if self._name in _SETTINGS
-            else f"pipe.{self._name} cannot be changed in place: set it as a whole, "
-            f"pipe.{self._name} = [...]; list(pipe.{self._name}) is one to edit"
+            else f"pipe.{self._name} cannot be changed in place: edit list(pipe.{self._name}), and "
+            f"set pipe.{self._name} = [...]"
         )
 
     def __reduce__(self) -> Any:
@@ -165,13 +161,12 @@ class FixedList(list[_T]):
 
 
 class FixedLayers(dict[str, Any]):
-    """The layers of a partition, by name; those of its pipe, which alone can change them."""
+    """The layers of a partition, by name; immutable, because the pipe alone can change them."""
 
     def _refuse(self, *_: Any, **__: Any) -> NoReturn:
         raise TypeError(
-            "the layers of pipe.partitions[j] are the pipe's, which would go on with its own: put "
-            "another one in the place of one by pipe[k] = layer; for more or fewer of them make "
-            "another Pipe of [*pipe]"
+            "pipe.partitions[j] cannot be changed, as that would not change the pipe: replace a "
+            "layer by pipe[k] = layer, or make another Pipe for more or fewer layers"
         )
 
     def __reduce__(self) -> Any:
@@ -185,17 +180,17 @@ for _kind in (FixedList, FixedLayers):
     ):  # fmt: skip
         if hasattr(_kind, _name):
             setattr(_kind, _name, _kind._refuse)
-#: So that ``torch.load`` reads what of a pipe is in a checkpoint.
+#: ``torch.load`` reads the lists of a pipe in a checkpoint.
 torch.serialization.add_safe_globals([list])
 
 
 def refuse_backward(results: Any) -> Any:
-    """What ``train_batch`` returns, with a loss whose ``backward()`` says what there is to do.
+    """The results of ``train_batch``, with a loss whose ``backward()`` raises the next step to do.
 
-    Copies, files and whatever is computed of the loss are plain tensors.
+    Copies, saved losses and tensors computed from the loss are plain tensors.
     """
     loss: Tensor = results[0] if isinstance(results, tuple) else results
-    reference = weakref.ref(loss)  # a cycle would keep the loss until the garbage collector runs
+    reference = weakref.ref(loss)  # a cycle would keep the loss until garbage collection
 
     def backward(*args: Any, **kwargs: Any) -> None:
         held = reference()
@@ -204,19 +199,19 @@ def refuse_backward(results: Any) -> Any:
                 "train_batch has run backward already, and gradients are in .grad: leave out "
                 "loss.backward() and call optimizer.step()"
             )
-        Tensor.backward(held, *args, **kwargs)  # type: ignore[no-untyped-call]  # something was added to it in place
+        Tensor.backward(held, *args, **kwargs)  # type: ignore[no-untyped-call]  # changed in place
 
     vars(loss).update(backward=backward, __getstate__=_nothing)
     return results
 
 
 def _nothing() -> None:
-    """The state of a tensor beside its values, for pickle."""
+    """The state of a tensor, besides its values, for pickle."""
 
 
 @contextmanager
 def target_hint(call: str, input: Any, target: Any) -> Iterator[None]:
-    """Notes on an exception of a layer or a loss function that the target may be in the input."""
+    """Adds a note to an exception if the target is missing and may be part of the input."""
     try:
         yield
     except Exception as error:
@@ -234,7 +229,7 @@ def target_hint(call: str, input: Any, target: Any) -> Iterator[None]:
 
 
 def warn_of_counts(name: str, values: Sequence[Any]) -> None:
-    """Warns of a metric that counts, for it comes back as a mean over the micro-batches."""
+    """Warns about an integer metric, because metrics are averaged over the micro-batches."""
     first = values[0]
     if isinstance(first, Tensor):
         counts = not (first.dim() or first.is_floating_point() or first.is_complex())
@@ -243,15 +238,15 @@ def warn_of_counts(name: str, values: Sequence[Any]) -> None:
         counts = isinstance(first, Integral) and not isinstance(first, bool)
     if counts and len(values) > 1:
         warnings.warn(
-            f"the metric {name!r} is an integer, and what comes back is the mean over "
-            f"{len(values)} micro-batches, as of the loss: return a rate, and no count; or a "
-            "tensor of one dimension, to have a list of them",
+            f"the metric {name!r} is an integer, and is averaged over {len(values)} micro-batches "
+            "as the loss is: return a rate, not a count, or a tensor of one dimension to get all "
+            "values",
             stacklevel=caller_stacklevel(),
         )
 
 
 def caller_stacklevel() -> int:
-    """The stack level, for warnings, of whoever called the package."""
+    """The ``stacklevel`` of warnings at the innermost caller outside of the package and PyTorch."""
     inside = str(Path(__file__).parent), str(Path(torch.__file__).parent)
     level, frame = 1, sys._getframe(1)
     while frame.f_back is not None and frame.f_code.co_filename.startswith(inside):

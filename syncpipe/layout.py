@@ -1,4 +1,4 @@
-"""Which layers run where, and how: a value that is made as a whole, and replaced as a whole."""
+"""The immutable description of which layers run on which devices, and how."""
 
 from __future__ import annotations
 
@@ -32,20 +32,20 @@ from syncpipe.stages.stage import Partition
 
 @dataclass(frozen=True, eq=False)
 class Layout:
-    """The layers of a pipe on their devices; for each stage, where nothing else is said."""
+    """The layers of a pipe on their devices. Changes create a new layout."""
 
-    layers: dict[str, nn.Module]  #: all, by name
+    layers: dict[str, nn.Module]  #: all layers, by name
     balance: list[int]
-    devices: list[Any] | None  #: as they were asked for; None for those that there are
-    replicas: ReplicasLike  #: as they were asked for
-    checkpoint: Any  #: as it was asked for
-    schedule: ScheduleLike  #: what the pipe trains by
+    devices: list[Any] | None  #: as given; None for all accelerators, or CPU workers
+    replicas: ReplicasLike  #: as given
+    checkpoint: Any  #: as given
+    schedule: ScheduleLike  #: the default schedule of training
     defers: bool  #: whether BatchNorm has statistics of the mini-batch
     unpack: bool  #: whether tuples and dicts are spread over the arguments of the next layer
-    #: For each stage its workers, the one with the layers first.
+    #: For each stage its workers; the first one holds the layers.
     workers_of: list[tuple[Worker, ...]] = field(default_factory=list)
     partitions: list[Partition] = field(default_factory=list)
-    modes: tuple[StageMode, ...] = ()  #: what ``checkpoint`` means there
+    modes: tuple[StageMode, ...] = ()  #: the ``checkpoint`` mode of each stage
 
     def changed(
         self,
@@ -54,9 +54,9 @@ class Layout:
         sample: Any = None,
         **asked: Any,
     ) -> Layout:
-        """Another layout, with the layers cut and moved accordingly; or an error, and this one.
+        """A layout with other fields, after cutting and moving the layers accordingly.
 
-        What can be refused is so before layers are moved.
+        If it raises, the layers are moved back, and this layout stays valid.
         """
         new = dataclasses.replace(self, **asked)
         if "layers" in asked:
@@ -70,30 +70,30 @@ class Layout:
         try:
             return or_as_before(partitions, partial(_placed, new, how or Initialization()))
         except BaseException:
-            with suppress(NotImplementedError):  # what was moved to meta has no values any more
+            with suppress(NotImplementedError):  # layers moved to meta have lost their values
                 move_layers(self.partitions, [worker.device for worker in self.workers])
             raise
 
     def with_checkpoint(self, checkpoint: Any) -> Layout:
-        """The same but for what is recomputed."""
+        """The same layout with another ``checkpoint`` mode."""
         modes = modes_of_stages(checkpoint, list(self.layers.values()), self.balance)
         return dataclasses.replace(self, checkpoint=checkpoint, modes=modes)
 
     def with_schedule(self, schedule: ScheduleLike) -> Layout:
-        """The same but for the schedule."""
+        """The same layout with another schedule."""
         check_slots(schedule, list(map(len, self.workers_of)))
         return dataclasses.replace(self, schedule=schedule)
 
     def sequential(self) -> nn.Sequential:
-        """The layers by themselves."""
+        """The layers in a sequential module."""
         made = PipeSequential() if self.unpack else nn.Sequential()
-        made._modules.update(self.layers)  # some may have names of attributes
+        made._modules.update(self.layers)  # add_module refuses names of attributes
         return made
 
     @property
     def workers(self) -> list[Worker]:
         """For each stage the worker that holds its layers."""
-        return [those[0] for those in self.workers_of]
+        return [workers[0] for workers in self.workers_of]
 
 
 def same_layers(a: Mapping[str, Any], b: Mapping[str, Any]) -> bool:
@@ -109,14 +109,14 @@ def first_layout(
     sample: Any,
     **options: Any,
 ) -> Layout:
-    """The layout of a new pipe, by the arguments of ``Pipe``."""
+    """The layout of a new pipe, from the arguments of ``Pipe``."""
     given = None if devices is None else placement.check_devices(devices)
     if balance is None:
         if options["replicas"] != 1:
             raise ValueError(
                 f"replicas={options['replicas']} needs balance=[...] and devices=[...]"
             )
-        balance, found = placement.placed_balance(module)  # of layers that are on several already
+        balance, found = placement.placed_balance(module)  # if layers are on their devices already
         if len(module) and (given is not None or len(set(found)) < 2):
             asked = found if given is None else given
             raise placement.missing_balance(len(module), max(2, len(asked)))
@@ -124,14 +124,14 @@ def first_layout(
     if sample is not None:
         sample = batch_input(module, sample)
         if not isinstance(balance, str):
-            raise ValueError("sample= is what balance='time' measures with: leave it out")
+            raise ValueError("sample= is for balance='time' only: leave it out")
     layers = cast("dict[str, nn.Module]", dict(module._modules))
     empty = Layout(layers={}, balance=[], devices=given, **options)
     return empty.changed(module.training, how, sample, layers=layers, balance=balance)
 
 
 def _sizes(asked: Layout, module: nn.Sequential, sample: Any) -> list[int]:
-    """The balance as numbers; by name there is a partition for each device."""
+    """The balance as numbers; a named balance has a partition for each device."""
     balance: Any = asked.balance
     if not isinstance(balance, str):
         return placement.check_balance(balance, len(module))
@@ -139,7 +139,7 @@ def _sizes(asked: Layout, module: nn.Sequential, sample: Any) -> list[int]:
     if devices is None:
         devices = placement.default_devices(sum(replicas) if isinstance(replicas, tuple) else 0)
     if not devices:
-        balance_named(balance, module, 1)  # whether it is a name at all
+        balance_named(balance, module, 1)  # raises if the name is unknown
         raise ValueError(
             f"balance={balance!r} makes a partition for each device, and there is no "
             "accelerator to count: name CPU workers, devices=['cpu:0', 'cpu:1'], or give the "
@@ -151,7 +151,7 @@ def _sizes(asked: Layout, module: nn.Sequential, sample: Any) -> list[int]:
     if not isinstance(replicas, int) and len(set(replicas)) > 1:
         raise ValueError(
             f"balance={balance!r} makes stages that are alike, but replicas={list(replicas)} are "
-            "for stages that are not: give numbers of layers, such as those of "
+            "not: give numbers of layers, for example those of "
             "syncpipe.planner.plan(..., replicas=True)"
         )
     stages = len(devices) // replicas if isinstance(replicas, int) else len(replicas)
@@ -167,7 +167,7 @@ def _sizes(asked: Layout, module: nn.Sequential, sample: Any) -> list[int]:
 
 
 def _workers_of(asked: Layout) -> list[tuple[Worker, ...]]:
-    """For each stage its workers; those of the first stage come first."""
+    """For each stage its workers, from the devices in order."""
     counts = counts_of(asked.replicas, len(asked.balance))
     total, devices = sum(counts), asked.devices
     if devices is None:
@@ -179,9 +179,9 @@ def _workers_of(asked: Layout) -> list[tuple[Worker, ...]]:
         )
     following = iter(placement.resolve_workers(devices, total))
     found = [tuple(islice(following, count)) for count in counts]
-    for j, those in enumerate(found):
-        if len(set(those)) < len(those):
-            names = ", ".join(str(worker.device) for worker in those)
+    for j, workers in enumerate(found):
+        if len(set(workers)) < len(workers):
+            names = ", ".join(str(worker.device) for worker in workers)
             raise ValueError(
                 f"devices: the replicas of stage {j} would be on {names}, which are listed stage "
                 "by stage: each replica of a stage needs a device of its own"
@@ -190,7 +190,7 @@ def _workers_of(asked: Layout) -> list[tuple[Worker, ...]]:
 
 
 def _placed(layout: Layout, how: Initialization) -> Layout:
-    """Has the layers built, checked and moved."""
+    """Builds, checks and moves the layers of a new layout."""
     partitions, devices = layout.partitions, [worker.device for worker in layout.workers]
     build_layers(partitions, devices, how)
     layers = chain.from_iterable(partition._modules.items() for partition in partitions)
@@ -218,10 +218,10 @@ def _partitions(asked: Layout, training: bool, before: Layout) -> list[Partition
     found = []
     for j, size in enumerate(asked.balance):
         partition = Partition()
-        if same:  # hooks, which are on the partitions that people have seen
+        if same:  # keeps the hooks that users have put on the partitions
             partition.__dict__.update({**before.partitions[j].__dict__, "_modules": {}})
         partition.training, partition.defers = training, asked.defers
         partition.unpack, partition.tied = asked.unpack, frozenset()
-        partition._modules.update(islice(layers, size))  # last: they may have such names
+        partition._modules.update(islice(layers, size))  # last, as names may be of attributes
         found.append(partition)
     return found

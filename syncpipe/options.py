@@ -1,4 +1,4 @@
-"""What the arguments ``chunks``, ``checkpoint``, ``schedule`` and ``replicas`` of a pipe may be."""
+"""Checks of the arguments ``chunks``, ``checkpoint``, ``schedule`` and ``replicas`` of a pipe."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from syncpipe.schedules.stream import VERSIONS
 
 
 def counted(value: Any, given: str, what: str) -> int:
-    """A number of things as an int, at least one."""
+    """``value`` as an int of at least 1."""
     try:
         count = operator.index(value)
     except TypeError as error:
@@ -38,14 +38,14 @@ def checked_chunks(chunks: Any) -> int:
 
 
 def check_flags(**flags: Any) -> None:
-    """Refuses what is neither True nor False, or 1 or 0: ``"no"`` would count as True."""
+    """Refuses values that are not True, False, 1 or 0, such as ``"no"``, which would be True."""
     for name, value in flags.items():
         if not (isinstance(value, int) and value in (0, 1)) and type(value).__name__ != "bool":
             raise TypeError(f"{name}={value!r}: must be True or False")
 
 
 def check_stream(data_iter: Any, steps: Any, versions: Any) -> int | None:
-    """The number of steps that ``train_stream`` makes, once its arguments are checked."""
+    """Checks arguments of ``train_stream``, and returns the number of steps."""
     if not isinstance(data_iter, Iterable) or isinstance(data_iter, Tensor | dict | str):
         raise TypeError(
             f"data_iter={type(data_iter).__name__}: it must give mini-batches one after another, "
@@ -60,7 +60,7 @@ def check_stream(data_iter: Any, steps: Any, versions: Any) -> int | None:
 
 
 def checked_schedule(schedule: Any, slots: Any = None) -> ScheduleLike:
-    """A schedule, as far as it can be checked without a mini-batch; ``slots`` are those of 1F1B."""
+    """A schedule, checked as far as possible without a mini-batch, with the ``slots`` of 1F1B."""
     if not isinstance(schedule, str | os.PathLike | Schedule) and not callable(schedule):
         raise TypeError(
             f"schedule={schedule!r}: must be a name, a Schedule, the path of a CSV file or a "
@@ -77,25 +77,25 @@ def checked_schedule(schedule: Any, slots: Any = None) -> ScheduleLike:
     slots = tuple(slots) if isinstance(slots, list) else slots
     try:
         return _with_slots(slots)
-    except TypeError:  # it has no hash; what else is wrong with it, the schedule says
+    except TypeError:  # not hashable: the schedule reports other faults
         return partial(one_f_one_b, slots=slots)
 
 
 @lru_cache(maxsize=128)
 def _with_slots(slots: Any) -> partial[Schedule]:
-    """The same object for the same slots, so that its schedules are made once."""
+    """The same object for equal slots, so that its schedules are cached."""
     return partial(one_f_one_b, slots=slots)
 
 
 def slots_of(schedule: ScheduleLike) -> Any:
-    """The slots of a schedule that was made of them, or None."""
+    """The slots that a schedule was made with, or None."""
     if isinstance(schedule, partial) and schedule.func is one_f_one_b:
         return schedule.keywords.get("slots")
     return None
 
 
 def check_slots(schedule: ScheduleLike, replicas: Sequence[int]) -> None:
-    """Refuses slots that are wrong for so many replicas of each stage."""
+    """Refuses slots that do not fit the numbers of replicas of the stages."""
     if isinstance(schedule, partial) and schedule.func is one_f_one_b:
         schedule(1, consecutive(replicas))
 
@@ -127,10 +127,10 @@ def counts_of(replicas: ReplicasLike, partitions: int) -> list[int]:
 
 
 def consecutive(counts: Sequence[int]) -> Devices:
-    """The stages on one device after another, as the argument ``device_of`` of schedules."""
+    """The stages on consecutive devices, as the argument ``device_of`` of schedules."""
     following = iter(range(sum(counts)))
     found = [tuple(islice(following, count)) for count in counts]
-    return tuple([those if len(those) > 1 else those[0] for those in found])
+    return tuple([devices if len(devices) > 1 else devices[0] for devices in found])
 
 
 # --- checkpoint: a mode for each stage, by name, by layer or by operation ------------------------
@@ -140,10 +140,10 @@ _ContextFn = Callable[[], tuple[AbstractContextManager[Any], AbstractContextMana
 
 
 class Selective:
-    """A ``checkpoint`` mode: everything is recomputed but for the operations to save.
+    """A ``checkpoint`` mode: recompute everything except the results of some operations.
 
-    What ``torch.utils.checkpoint.create_selective_checkpoint_contexts`` makes of a policy, for all
-    micro-batches of a stage::
+    Applies ``torch.utils.checkpoint.create_selective_checkpoint_contexts`` to all micro-batches of
+    a stage::
 
         ops = torch.ops.aten
         save = [ops.mm.default, ops.addmm.default, ops.bmm.default]
@@ -152,7 +152,10 @@ class Selective:
     Args:
         policy: the operations whose results are saved, or a function ``(context, op, *args,
             **kwargs)`` that returns a ``torch.utils.checkpoint.CheckpointPolicy``. It is called
-            for each operation, so it has to be quick.
+            for each operation, so its time matters.
+
+    Raises:
+        TypeError: ``policy`` is neither a sequence nor callable.
     """
 
     def __init__(self, policy: Callable[..., Any] | Sequence[Any]) -> None:
@@ -164,11 +167,11 @@ class Selective:
         if not callable(policy):
             policy = list(policy)
         self.contexts: _ContextFn = partial(create_selective_checkpoint_contexts, policy)
-        self.contexts()  # it looks at the list
+        self.contexts()  # checks the list
 
     @classmethod
     def of(cls, context_fn: _ContextFn) -> Selective:
-        """Make one of what ``torch.utils.checkpoint`` takes as ``context_fn``."""
+        """Make one from a ``context_fn`` of ``torch.utils.checkpoint.checkpoint``."""
         made = cls.__new__(cls)
         made.contexts = context_fn
         return made
@@ -179,12 +182,11 @@ class Selective:
 
 
 class ByLayer(NamedTuple):
-    """The layers of a stage that are computed again, in runs of which only the input is kept."""
+    """The runs of layers of a stage that are recomputed, each from its input."""
 
-    spans: tuple[tuple[int, int], ...]  #: first layer and the one after the last, in the stage
+    spans: tuple[tuple[int, int], ...]  #: ``(start, stop)`` of each run, in layers of the stage
 
 
-#: What a stage does.
 StageMode = str | Selective | ByLayer
 
 
@@ -196,7 +198,7 @@ def _by_stage(checkpoint: Any) -> bool:
 
 
 def checked_modes(checkpoint: Any) -> Any:
-    """What ``checkpoint`` is, in a form that nobody can change, before there are layers."""
+    """``checkpoint``, checked as far as possible without layers, and made immutable."""
     if _by_stage(checkpoint):
         return tuple(_checked_mode(mode, checkpoint) for mode in checkpoint)
     return _checked_mode(checkpoint, checkpoint)
@@ -222,7 +224,7 @@ def _checked_mode(mode: Any, checkpoint: Any) -> Any:
 
 
 def _indices(item: Any) -> int | tuple[int, ...]:
-    """A layer, or several that are computed again together."""
+    """The index of a layer, or of several that are recomputed together."""
     if isinstance(item, (tuple, list, range)) and len(item):
         return tuple(map(operator.index, item))
     return operator.index(item)
@@ -231,7 +233,7 @@ def _indices(item: Any) -> int | tuple[int, ...]:
 def modes_of_stages(
     checkpoint: Any, layers: Sequence[nn.Module], balance: Sequence[int]
 ) -> tuple[StageMode, ...]:
-    """What each stage does, by what :func:`checked_modes` returned."""
+    """The mode of each stage, from the result of :func:`checked_modes`."""
     each = _by_stage(checkpoint)
     if each and len(checkpoint) != len(balance):
         raise ValueError(
@@ -258,14 +260,14 @@ def modes_of_stages(
 def _runs(
     mode: Any, layers: Sequence[nn.Module], among: range, where: str
 ) -> list[tuple[int, ...]]:
-    """The runs of layers that are computed again, in order."""
+    """The runs of layers that are recomputed, as indices in the model, in order."""
     if callable(mode):
         picked: list[tuple[int, ...]] = [(k,) for k in among if mode(layers[k])]
         if not picked:
             raise ValueError(
                 f"checkpoint={mode!r}: no layer of {where} fulfils it; their types are "
-                f"{', '.join(sorted({type(layers[k]).__name__ for k in among}))}. For none at all "
-                "write 'never'"
+                f"{', '.join(sorted({type(layers[k]).__name__ for k in among}))}. To recompute "
+                "none, write 'never'"
             )
         return picked
     n, text = len(layers), f"checkpoint={list(mode)}"

@@ -305,7 +305,7 @@ def test_a_metric_that_counts_is_warned_of(call: str, count: Any) -> None:
         return F.cross_entropy(output, target, reduction=reduction), {"n": count(kept), **rate}
 
     reduction = "mean"
-    with pytest.warns(UserWarning, match="metric 'n' is an integer.*a rate, and no count") as seen:
+    with pytest.warns(UserWarning, match="metric 'n' is an integer.*a rate, not a count") as seen:
         getattr(a_pipe(), call)(X, Y, loss_fn=loss_fn)
     assert len(seen) == 1
     reduction = "sum"
