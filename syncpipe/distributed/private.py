@@ -1,7 +1,7 @@
 """Private interfaces of ``torch.distributed``, used in this file only.
 
-``docs/contributing.md`` lists them with the PyTorch versions that have them. ``check_pipelining``
-refuses a PyTorch whose signatures differ.
+``tests/private_names.md`` lists them with the PyTorch versions that have them.
+``check_pipelining`` refuses a PyTorch whose signatures differ.
 """
 
 from __future__ import annotations
