@@ -1,4 +1,4 @@
-"""``Pipe``: the module that people hold. It wires the parts, it does not compute."""
+"""``Pipe``, the public module: checks arguments and calls the drivers."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ from syncpipe.training.train import evaluate, train
 
 __all__ = ["Pipe"]
 
-#: What a loss function is that returns a loss, perhaps with its weight; and one with metrics.
+#: Types of loss functions: one that returns a loss (and its weight), one with metrics as well.
 _LossFn = nn.Module | Callable[..., Tensor | tuple[Tensor, float | Tensor]]
 _Metric = Callable[
     ..., tuple[Tensor, dict[str, Any]] | tuple[Tensor, float | Tensor, dict[str, Any]]
@@ -110,7 +110,7 @@ _building = forkable_lock()
 
 
 class _SignedForward:
-    """A ``forward`` with the signature of the model where that was converted, for trainers."""
+    """A ``forward`` that shows trainers the signature of the model it was converted from."""
 
     def __init__(self, function: Callable[..., Any]) -> None:
         function._torchdynamo_disable = True  # type: ignore[attr-defined]
@@ -129,10 +129,10 @@ class _SignedForward:
 class Pipe(ModelNames):
     """Runs an ``nn.Sequential`` as a pipeline over several devices.
 
-    The layers are cut into partitions, one after another on a device each. A mini-batch is cut
-    into micro-batches, which follow each other through the partitions, so that all devices work at
-    the same time (GPipe, Huang et al. 2019). Outputs and gradients are those of the plain module
-    that is fed the micro-batches one by one::
+    The layers are split into partitions, one on each device. A mini-batch is split into
+    micro-batches, which follow each other through the partitions, so all devices work at the same
+    time (GPipe, Huang et al. 2019). Outputs and gradients equal those of the plain module run on
+    the micro-batches one after another::
 
         model = nn.Sequential(a, b, c, d)
         model = Pipe(model, balance=[2, 2], chunks=8)      # a, b on device 0; c, d on device 1
@@ -141,31 +141,31 @@ class Pipe(ModelNames):
 
     Args:
         module: an ``nn.Sequential`` or a list of layers: modules, which are moved to their devices
-            in place, callables, :class:`LayerSpec`. What is on ``meta`` is given values there.
-        balance: for each partition the number of its layers; or how to find it, one partition for
-            each device: ``"parameters"`` or ``"uniform"`` (as many of them, or layers, in each),
-            ``"type:regex"`` (as many layers whose class has such a name), ``"time"`` (measured with
-            ``sample``). Without it the layers must already be on several devices.
+            in place, callables, :class:`LayerSpec`. Layers on ``meta`` are initialized there.
+        balance: the number of layers in each partition; or a method that balances one partition for
+            each device: ``"parameters"`` or ``"uniform"`` (equal numbers of parameters or layers),
+            ``"type:regex"`` (equal numbers of layers whose class name matches), ``"time"``
+            (measured with ``sample``). None: the layers must already be on several devices.
         devices: for each partition a device (as ``torch.device`` takes it, or an index) or a
-            :class:`Worker`; one may be named more than once. ``"cpu:0"``, ``"cpu:1"``, ... are CPU
-            workers of their own. By default all accelerators, or a CPU worker for each partition.
-        replicas: for each partition how many devices serve it, or one number for all. Micro-batches
-            go to them in turn. ``devices`` then has all of them, stage by stage.
-        chunks: the number of micro-batches, at most (a small mini-batch gives fewer).
-        checkpoint: what is recomputed in backward: of the micro-batches ``"always"`` all,
-            ``"except_last"`` all but the last, ``"never"`` none; the layers that a function
-            ``(layer) -> bool`` picks, or a list of indices in the model (a tuple or range in it is
-            recomputed together) or bools; what a :class:`Selective` does not save. ``"offload"``
+            :class:`Worker`; a device may occur more than once. ``"cpu:0"``, ``"cpu:1"``, ... are
+            separate CPU workers. Default: all accelerators, or a CPU worker for each partition.
+        replicas: the number of devices that serve each partition, or one number for all.
+            Micro-batches go to them in turn. ``devices`` then lists all of them, stage by stage.
+        chunks: the maximum number of micro-batches (a small mini-batch gives fewer).
+        checkpoint: what to recompute in backward: ``"always"`` all micro-batches,
+            ``"except_last"`` all but the last, ``"never"`` none; layers chosen by a function
+            ``(layer) -> bool``, or by a list of bools or of indices in the model (a tuple or range
+            in it is recomputed together); all but what a :class:`Selective` saves. ``"offload"``
             sends activations to the host instead. Or one of these for each stage.
-        schedule: what :meth:`train_batch` uses if it is not told otherwise.
-        slots: likewise, short for a schedule with slots.
+        schedule: the default schedule of :meth:`train_batch`.
+        slots: of the schedule ``"1f1b"``, see :meth:`train_batch`.
         deferred_batch_norm: let BatchNorm update its running statistics once a mini-batch.
         init_fn: called with each module, children first, of layers that are built here (specs) or
-            given values (``meta``), after their constructor or ``reset_parameters()``.
-        seed: the first weights of layer ``l``, if they are made here, depend on ``(seed, l)``
-            alone, on devices of one kind; global generators stay as they are.
-        unpack: spread tuples over the arguments of the next layer, and dicts over its keyword
-            arguments, the input's as well (:class:`PipeSequential` does so without a pipe).
+            initialized here (``meta``), after their constructor or ``reset_parameters()``.
+        seed: makes the first weights of layer ``l``, if they are made here, depend on ``(seed, l)``
+            alone, on devices of one kind; global generators do not change.
+        unpack: pass tuples as the arguments of the next layer, and dicts as its keyword arguments;
+            also the input (:class:`PipeSequential` does so without a pipe).
         sample: for ``balance="time"``, an input of the size of a micro-batch.
     """
 
@@ -196,8 +196,8 @@ class Pipe(ModelNames):
         layers = as_sequential(module)
         self._source_layers: Any = WeakKeyDictionary({layers: list(layers._modules.items())})
         self.training = layers.training
-        self._averaging: Any = None  # the other processes, see `syncpipe.distributed`
-        self._warned = False  # that there are other processes
+        self._averaging: Any = None  # over processes, see `syncpipe.distributed`
+        self._warned = False  # of other processes
         self._trace: Trace | None = None
         self._loss_counts, self._eval_counts = LossCounts(), LossCounts()
         made = Initialization.checked(layers, init_fn, seed)
@@ -226,32 +226,32 @@ class Pipe(ModelNames):
         verbose: bool = True,
         **sample_kwargs: Any,
     ) -> Self:
-        """Make a pipe that fits and trains of any model, in one call::
+        """Make a pipe of any model that fits the devices and can train, in one call::
 
             pipe = Pipe.auto(model, input_ids, attention_mask=mask, batch_size=64)
 
-        The model is converted (:func:`syncpipe.sequential`) unless it is an ``nn.Sequential`` with
-        a layer for each device. Its layers are measured, a plan is made for what is free on the
-        devices (:func:`syncpipe.plan`), and one step is run to see that it fits; where it does not,
-        plans for less memory are. Nothing is changed by that but the place of the layers.
+        Converts the model (:func:`syncpipe.sequential`) unless it is an ``nn.Sequential`` with a
+        layer for each device, measures its layers, plans for the free memory of the devices
+        (:func:`syncpipe.plan`), and runs one step to check that it fits. If it does not, plans for
+        less memory are tried. Only the devices of the layers change.
 
         Args:
-            model: any module. On ``meta`` it is filled stage by stage, with ``weights`` say.
-            sample, sample_kwargs: the arguments of one call, a few samples; they are repeated.
+            model: any module. On ``meta`` it is initialized, or loaded from ``weights``, by stage.
+            sample, sample_kwargs: the arguments of one call with a few samples, which are repeated.
             batch_size: samples in a mini-batch.
-            devices: as for ``Pipe``, or how many; those with the most memory come first.
-            memory: bytes that may be used on each (a number, ``"16GB"``, or one for each); by
-                default what is free.
-            optimizer: makes an optimizer from a list of parameters; its state needs memory, too.
+            devices: as for ``Pipe``, or their number, those with the most memory first.
+            memory: bytes to use on each device (a number, ``"16GB"``, or one for each). Default:
+                the free memory.
+            optimizer: makes an optimizer from a list of parameters; its state counts as memory.
             loss_fn, target: as for :meth:`train_batch`; by default the mean of the outputs.
             weights: a folder or a file of safetensors, see :func:`syncpipe.checkpoints.reader`.
             init_fn: as for ``Pipe``.
-            timeout: seconds to measure for.
-            verbose: print three lines: memory that is left, the planned speed, what limits it.
+            timeout: seconds for measurements.
+            verbose: print three lines: free memory, planned speed, what limits it.
 
         Raises:
-            ValueError: the sample has no batch in dimension 0, the model cannot be cut, or nothing
-                fits (``NoPlan``). The layers are then where they were.
+            ValueError: the sample has no batch in dimension 0, the model cannot be split, or no
+                plan fits (``NoPlan``). The layers are then on their old devices.
         """
         made: Self = auto(
             cls, model, sample, sample_kwargs, batch_size=batch_size, devices=devices,
@@ -260,10 +260,10 @@ class Pipe(ModelNames):
         )  # fmt: skip
         return made
 
-    # --- what it holds ---------------------------------------------------------------------------
+    # --- layout ----------------------------------------------------------------------------------
 
     def _set_layout(self, layout: Layout) -> None:
-        """Goes on with another layout. Layers may be named as attributes are."""
+        """Replaces the layout, and the registered modules by its layers."""
         self._layout = layout
         if not same_layers(self._modules, layout.layers):
             self._modules = dict[str, Any](layout.layers)
@@ -271,30 +271,30 @@ class Pipe(ModelNames):
         self._time_checked = False
 
     def _change(self, **asked: Any) -> None:
-        """Another layout, of the layers that are there now."""
+        """Changes settings of the layout, and its layers to those that are registered now."""
         asked = {"layers": dict(self._modules), **asked}
         if new := asked["layers"].keys() - self._layout.layers.keys():
             raise ValueError(
-                f"the pipe was given another module, {', '.join(sorted(new))}, and its modules are "
-                "its layers: del it, and keep it elsewhere, or make another Pipe"
+                f"{', '.join(sorted(new))}: a module that is no layer was assigned to the pipe, "
+                "whose modules are its layers: del it, and keep it elsewhere, or make another Pipe"
             )
         for k, (name, layer) in enumerate(self._modules.items()):
             if isinstance(layer, LayerSpec) and asked["layers"].get(name) is layer:
                 raise ValueError(
                     f"pipe.{name} is a {layer!r}, which is not built, so an optimizer would miss "
-                    f"its parameters: put it in by pipe[{k}] = {layer!r}"
+                    f"its parameters: assign it by pipe[{k}] = {layer!r}"
                 )
         self._set_layout(self._layout.changed(self.training, **asked))
 
     def _sync_layout(self) -> Layout:
-        """The layout, with layers that were replaced by name (``pipe.fc = ...``, LoRA)."""
+        """Updates the layout for layers that were replaced by name (``pipe.fc = ...``, LoRA)."""
         for source, layers in self._source_layers.items():
             if list(source._modules.items()) != layers:
-                self._source_layers = {}  # once
+                self._source_layers = {}  # warns once
                 warnings.warn(
-                    "the nn.Sequential that this pipe was made of has other layers now "
-                    f"({len(source)}, was {len(layers)}), and the pipe keeps those that it was "
-                    "given: make another Pipe, or change pipe[k]",
+                    "the nn.Sequential that this pipe was made from has other layers now "
+                    f"({len(source)}, was {len(layers)}), and the pipe keeps the old ones: make "
+                    "another Pipe, or change pipe[k]",
                     stacklevel=caller_stacklevel(),
                 )
         if not same_layers(self._modules, self._layout.layers):
@@ -303,7 +303,7 @@ class Pipe(ModelNames):
 
     @property
     def balance(self) -> list[int]:
-        """For each partition the number of its layers. Setting it cuts the layers anew."""
+        """The number of layers in each partition. Setting it splits the layers anew."""
         return FixedList("balance", self._layout.balance)
 
     @balance.setter
@@ -312,7 +312,7 @@ class Pipe(ModelNames):
 
     @property
     def devices(self) -> list[torch.device]:
-        """For each partition its device, or those of its replicas. Setting it moves the layers."""
+        """The device of each partition, or of its replicas. Setting it moves the layers."""
         served = chain.from_iterable(self._layout.workers_of)
         return FixedList("devices", [worker.device for worker in served])
 
@@ -322,7 +322,7 @@ class Pipe(ModelNames):
 
     @property
     def replicas(self) -> list[int]:
-        """For each partition how many devices serve it. Setting it assigns the devices anew."""
+        """The number of devices that serve each partition. Setting it assigns the devices anew."""
         return FixedList("replicas", map(len, self._layout.workers_of))
 
     @replicas.setter
@@ -331,7 +331,7 @@ class Pipe(ModelNames):
 
     @property
     def chunks(self) -> int:
-        """The number of micro-batches, at most."""
+        """The maximum number of micro-batches."""
         return self._chunks
 
     @chunks.setter
@@ -340,7 +340,7 @@ class Pipe(ModelNames):
 
     @property
     def checkpoint(self) -> Any:
-        """What is recomputed in backward, or sent to the host: for all stages, or for each."""
+        """What to recompute in backward, or send to the host: for all stages, or for each."""
         return self._layout.checkpoint
 
     @checkpoint.setter
@@ -349,7 +349,7 @@ class Pipe(ModelNames):
 
     @property
     def schedule(self) -> ScheduleLike:
-        """What :meth:`train_batch` uses if it is not told otherwise. Setting it forgets slots."""
+        """The default schedule of :meth:`train_batch`. Setting it resets slots."""
         return self._layout.schedule
 
     @schedule.setter
@@ -358,7 +358,7 @@ class Pipe(ModelNames):
 
     @property
     def slots(self) -> Any:
-        """Those of the schedule ``"1f1b"``; None by default. Setting them chooses it."""
+        """The slots of the schedule ``"1f1b"``; None by default. Setting them chooses it."""
         return slots_of(self.schedule)
 
     @slots.setter
@@ -368,7 +368,7 @@ class Pipe(ModelNames):
 
     @property
     def partitions(self) -> list[nn.Sequential]:
-        """For each stage its layers, as an ``nn.Sequential`` that shares them with the pipe."""
+        """The layers of each stage, as an ``nn.Sequential`` that shares them with the pipe."""
         return FixedList("partitions", self._sync_layout().partitions)
 
     # --- a list of layers ------------------------------------------------------------------------
@@ -391,10 +391,10 @@ class Pipe(ModelNames):
         return list(self)[self._index(index)]
 
     def __setitem__(self, index: int, layer: Layer) -> None:
-        """Puts another layer in the place of one, in its stage and under its name.
+        """Replaces a layer, in its stage and under its name.
 
-        It goes to, or is built on, the device of its stage. Parameters of the others stay: tell
-        the optimizer of new ones by ``add_param_group``. What is refused changes nothing.
+        The new layer is moved to, or built on, the device of its stage. Pass its parameters to the
+        optimizer by ``add_param_group``. An error leaves the pipe unchanged.
         """
         index = self._index(index)
         name = list(self._modules)[index]
@@ -412,12 +412,12 @@ class Pipe(ModelNames):
         """Run a mini-batch through the pipeline.
 
         Args:
-            args, kwargs: one input, a tensor ``[batch, ...]`` or a tree, on the first device (all
-                that the model takes, for layers made by :func:`syncpipe.sequential`). Tensors are
-                cut along dimension 0 into at most ``chunks``; those in :class:`NoChunk` are not.
+            args, kwargs: one input, a tensor ``[batch, ...]`` or a tree, on the first device; or
+                the model's arguments, for layers made by :func:`syncpipe.sequential`. Tensors are
+                split along dimension 0 into at most ``chunks``, except in :class:`NoChunk`.
 
         Returns:
-            What the plain module returns, on the last device, concatenated along dimension 0.
+            The outputs of the plain module, on the last device, concatenated along dimension 0.
         """
         input = call_input(self, args, kwargs)
         if not self._modules:
@@ -476,7 +476,7 @@ class Pipe(ModelNames):
     ) -> Any:
         """Run forward and backward of one mini-batch, with the loss inside of the pipeline.
 
-        Gradients add up in ``.grad`` as after ``loss.backward()``; the optimizer is the caller's::
+        Accumulates gradients in ``.grad``, as ``loss.backward()`` does::
 
             optimizer.zero_grad()
             loss = pipe.train_batch(input, target, loss_fn=F.cross_entropy)
@@ -484,42 +484,43 @@ class Pipe(ModelNames):
 
         Args:
             input: as for ``pipe(input)``.
-            target: the same, on any device. None: the loss function takes the output alone. The key
-                of a dict, or a function of the input, takes it from there.
+            target: the same, on any device; or its key in ``input``, or a function of ``input``
+                that returns it. None: ``loss_fn`` takes the output alone.
             loss_fn: ``loss_fn(output, target)``, called once for each micro-batch, on the last
-                device. It returns the loss, one number, or ``(loss, weight)``; metrics may follow
-                in a dict. PyTorch's cross entropy counts by the targets that are not ignored, any
-                other mean by samples; with weights it is ``sum(loss * weight) / sum(weight)``.
+                device. Returns the loss, one number, or ``(loss, weight)``; a dict of metrics may
+                follow. Sums add up; means give ``sum(loss * weight) / sum(weight)``, by default
+                weighted by targets that are not ignored (PyTorch's cross entropy), or by samples.
             schedule: a name (docs/schedules.md), a :class:`syncpipe.schedules.Schedule`, the path
                 of a CSV file, or a function ``(m, device_of)`` that returns a ``Schedule``. None:
-                that of the pipe.
+                the schedule of the pipe.
             slots: the most micro-batches in flight on each stage under 1F1B: ``"textbook"``,
                 ``"overlap"``, or a number for each (:func:`syncpipe.schedules.one_f_one_b`).
-            loss_reduction: what ``loss_fn`` does over the samples of a micro-batch, ``"mean"`` or
-                ``"sum"``. None: what its ``reduction`` says, ``"mean"`` if it has none.
-            weight: how much a micro-batch counts, where that is not by its samples: a function of
-                its target, or a number for each.
-            data_iter: instead of ``input`` an iterator of micro-batches on any device: pairs with
+            loss_reduction: how ``loss_fn`` reduces the samples of a micro-batch, ``"mean"`` or
+                ``"sum"``. None: its ``reduction``, or ``"mean"`` if it has none.
+            weight: the weight of a micro-batch, if not its number of samples: a function of its
+                target, or a sequence of numbers.
+            data_iter: instead of ``input``, an iterator of micro-batches on any device: pairs with
                 the target, longer tuples that end in it, or dicts in which ``target`` is its key.
-                Exactly ``chunks`` are taken, each when the first stage is ready for it, on its
-                thread. A ``DataLoader`` gives one mini-batch in each call, epoch after epoch.
-            accumulate: how many mini-batches make one optimizer step: gradients are divided by it.
-            grad_scaler: a ``torch.amp.GradScaler``, which scales the loss for backward alone.
+                Takes exactly ``chunks``, each when the first stage is ready for it, on its thread.
+                A ``DataLoader`` gives one mini-batch in each call, epoch after epoch.
+            accumulate: the number of mini-batches of one optimizer step; divides the gradients.
+            grad_scaler: a ``torch.amp.GradScaler``, which scales the loss for backward only.
             return_outputs: return the outputs as well.
-            verify: warn if the loss is not that of several micro-batches at once. None: look in
-                calls 1, 2, 4, 8, ... with a loss function that is not PyTorch's.
-            global_loss: return loss and metrics of the mini-batches of all processes
-                (:func:`syncpipe.distributed.data_parallel`), not of this one alone.
+            verify: warn if the combined loss differs from the loss of several micro-batches at
+                once. None: in calls 1, 2, 4, 8, ... of a loss function that is not PyTorch's.
+            global_loss: return loss and metrics over the mini-batches of all processes
+                (:func:`syncpipe.distributed.data_parallel`).
 
         Returns:
             The loss of the mini-batch, detached, without dimensions, on the last device; or a tuple
-            of it, the outputs if they were asked for, and a dict of metrics if there are any:
-            numbers averaged as the losses are (return a rate, not a count), all else as a list.
+            of the loss, the outputs if asked for, and the dict of metrics if there are any. Metrics
+            that are numbers are averaged as the losses are (return a rate, not a count), others are
+            lists with a value for each micro-batch.
 
-        Whatever the call raises, ``.grad`` of all leaves is then what it was before it, and the
-        pipe goes on working. While the total weight is not known (``(loss, weight)``, micro-batches
-        of ``data_iter`` of different sizes), backward uses an estimate of it, and gradients are
-        multiplied by the ratio at the end, to rounding; hooks on parameters see them before that.
+        If the call raises an error, ``.grad`` of all leaves is what it was before, and the pipe
+        still works. If the total weight is unknown (``(loss, weight)``, micro-batches of
+        ``data_iter`` of different sizes), backward uses an estimate, and gradients are scaled at
+        the end: exact up to rounding, but hooks on parameters see them unscaled.
         """
 
         if loss_fn is None:
@@ -582,16 +583,16 @@ class Pipe(ModelNames):
     ) -> Any:
         """Run one mini-batch forward, without gradients and in ``eval()`` mode.
 
-        By ``eval()`` of the pipe; when it returns every module is in the mode in which it was.
+        Afterwards every module is back in its own mode.
 
         Args:
             input, target, loss_reduction, weight, data_iter, verify: as for :meth:`train_batch`.
-            loss_fn: as for :meth:`train_batch`; None to get the outputs.
-            global_loss: as for :meth:`train_batch`; then all processes have to call it.
+            loss_fn: as for :meth:`train_batch`; None to return the outputs.
+            global_loss: as for :meth:`train_batch`; all processes must call it then.
 
         Returns:
-            The loss of the mini-batch, without dimensions, and metrics if there are any; or
-            without ``loss_fn`` the outputs, gathered as by ``pipe(input)``. On the last device.
+            The loss of the mini-batch, without dimensions, and metrics if there are any; without
+            ``loss_fn`` the outputs, as of ``pipe(input)``. On the last device.
         """
 
         check_flags(global_loss=global_loss)
@@ -626,43 +627,44 @@ class Pipe(ModelNames):
         loss_reduction: str | None = None,
         weight: _Weight = None,
     ) -> Streamed:
-        """Train on one mini-batch after another without ever draining the pipeline (PipeDream).
+        """Train on many mini-batches without draining the pipeline between them (PipeDream).
 
-        This is **not** ``train_batch`` in a loop: gradients are those of weights that are up to
-        ``n - 1`` updates old, ``n`` the number of stages, so another model comes out. Each stage
-        updates its own weights as soon as a mini-batch has run backward on it, while others are
-        under way: no bubble, but memory for versions, and staleness; see docs/pipedream.md. On a
-        single stage it is the plain loop, bit for bit where nothing draws random numbers.
+        This is **not** ``train_batch`` in a loop: gradients are computed with weights up to
+        ``n - 1`` updates old, ``n`` the number of stages, so the trained model differs. Each stage
+        updates its weights as soon as a mini-batch has run backward on it, while others are in
+        flight: there is no bubble, at the cost of memory for versions and of staleness; see
+        docs/pipedream.md. With one stage it equals the plain loop, bit for bit if no layer draws
+        random numbers.
 
         Sources: Narayanan et al. 2019, PipeDream: Generalized Pipeline Parallelism for DNN
         Training; Narayanan et al. 2021, Memory-Efficient Pipeline-Parallel DNN Training (2BW).
 
         Args:
-            data_iter: gives mini-batches as ``train_batch(data_iter=)`` does micro-batches. A
-                ``DataLoader`` is one epoch; of an iterator all are taken, or ``steps`` of them.
+            data_iter: gives mini-batches as ``train_batch(data_iter=)`` does micro-batches: one
+                epoch of a ``DataLoader``; all items of an iterator, or ``steps`` of them.
             optimizer: makes the optimizer of a stage from the list of its parameters:
-                ``lambda parameters: torch.optim.SGD(parameters, lr=0.1)``. Or one optimizer for
-                each stage (None where nothing is trained), to go on with those of an earlier call.
+                ``lambda parameters: torch.optim.SGD(parameters, lr=0.1)``. Or a list with the
+                optimizer of each stage from an earlier call (None for a frozen stage).
             loss_fn: as for ``train_batch``.
-            steps: at most so many mini-batches; None: until ``data_iter`` ends.
-            target: where the target is, as for ``train_batch``.
-            versions: which weights mini-batch ``i`` meets on stage ``j``, by the number of their
-                updates: ``"stashing"``, ``max(0, i - (n-j) + 1)``, the newest at its forward;
-                ``"vertical_sync"``, ``max(0, i - n + 1)`` on all stages, so that it meets one
-                model; ``"2bw"``, ``max(0, i - 1)`` on all, each mini-batch cut into at least ``n``
-                micro-batches (``chunks``). Stages hold ``n - j``, ``n`` and 2 versions. With
-                ``"stashing"`` stages may have replicas; one with ``r`` updates once for every
-                ``r`` mini-batches, with the mean of their gradients.
-            loss_reduction, weight: as for ``train_batch``; of use for ``"2bw"``.
+            steps: the maximum number of mini-batches; None: until ``data_iter`` ends.
+            target: the place of the target in an item, as for ``train_batch``.
+            versions: the weights of mini-batch ``i`` on stage ``j``, as a number of updates:
+                ``"stashing"``, ``max(0, i - (n-j) + 1)``, the newest at its forward;
+                ``"vertical_sync"``, ``max(0, i - n + 1)``, the same on all stages; ``"2bw"``,
+                ``max(0, i - 1)`` on all, each mini-batch split into at least ``n`` micro-batches
+                (``chunks``). Stages hold ``n - j``, ``n`` and 2 versions. With ``"stashing"``
+                stages may have replicas; a stage with ``r`` replicas updates once for every ``r``
+                mini-batches, with the mean of their gradients.
+            loss_reduction, weight: as for ``train_batch``; they matter for ``"2bw"``.
 
         Returns:
-            A ``Streamed``: losses ``[steps]``, metrics, the optimizers, and for each micro-batch
-            and stage the version of the weights that was used.
+            A ``Streamed``: losses ``[steps]``, metrics, the optimizers, and the version of the
+            weights for each micro-batch and stage.
 
-        The pipe cannot have ties across stages or ``deferred_batch_norm``, nor be called by anyone
-        else meanwhile.
-        ``.grad`` of all parameters that are trained is None when it begins and ends. An exception
-        leaves each stage with the updates that it had made by then, which its note tells.
+        The pipe cannot have ties across stages or ``deferred_batch_norm``, and must not be used for
+        anything else meanwhile. ``.grad`` of trained parameters is None at the beginning and at the
+        end. After an exception each stage keeps the updates that it has made, and a note of the
+        exception has their numbers.
         """
         if loss_fn is None:
             raise TypeError(
@@ -672,8 +674,8 @@ class Pipe(ModelNames):
         steps = check_stream(data_iter, steps, versions)
         if self._averaging is not None:
             raise RuntimeError(
-                "this pipe is one of several processes (data_parallel), whose gradients are "
-                "averaged in each step, and train_stream has none: use train_batch"
+                "this pipe is data-parallel over several processes, which average gradients in "
+                "each step, and train_stream has no such steps: use train_batch"
             )
         self._check_own_calls("train_stream")
         done: Streamed = self._run(
@@ -684,40 +686,40 @@ class Pipe(ModelNames):
         return done
 
     def compile(self, *args: Any, **kwargs: Any) -> None:
-        """Compile each layer in place, as ``nn.Module.compile`` does a module.
+        """Compile each layer in place, by ``nn.Module.compile``.
 
-        Layers that come later, ``pipe[k] = layer``, are not. A stage with replicas then refuses to
-        run: its layers run as shallow copies, which a compiled one does not know.
+        Layers assigned later, ``pipe[k] = layer``, are not compiled. A stage with replicas then
+        raises an error, because replicas are shallow copies of its layers.
         """
         for partition in self.partitions:
             partition.compile(*args, **kwargs)
 
     def no_sync(self) -> AbstractContextManager[None]:
-        """Let the first call after this block average gradients over processes, for all in it::
+        """Average gradients over processes once, in the first call after this block::
 
             with pipe.no_sync():
                 pipe.train_batch(a, target_a, loss_fn=loss_fn, accumulate=2)
             pipe.train_batch(b, target_b, loss_fn=loss_fn, accumulate=2)
             optimizer.step()
 
-        For ``train_batch``, and for ``pipe(x)`` inside of it, wherever its ``backward()`` is.
+        For ``train_batch``, and for ``pipe(x)`` in the block even if ``backward()`` is outside it.
         """
         if self._is_single_process():
             raise RuntimeError(
-                "no_sync() is for a pipe in several processes: make it one of them by "
-                "syncpipe.distributed.data_parallel(pipe)"
+                "no_sync() is for a pipe in several processes: call "
+                "syncpipe.distributed.data_parallel(pipe) first"
             )
         return self._averaging.no_sync()  # type: ignore[no-any-return]
 
     def trace(self, title: str = "") -> Trace:
-        """Record what this pipe does, and when::
+        """Record the actions of this pipe and their times::
 
             with pipe.trace() as trace:
                 loss = pipe.train_batch(input, target, loss_fn=loss_fn)
             print(trace.table(), trace.bubble, trace.busy)
             trace.save("step.svg")    # or .png; or .json for https://ui.perfetto.dev
 
-        ``title`` stands above pictures. A pipe has one trace at a time.
+        ``title`` is the title of pictures. A pipe has one trace at a time.
         """
         names = [str(worker.device) for worker in dict.fromkeys(chain(*self._layout.workers_of))]
         rows = [f"{name} ({w})" if names.count(name) > 1 else name for w, name in enumerate(names)]
@@ -750,14 +752,14 @@ class Pipe(ModelNames):
                 *{"forward"} & vars(partition).keys(),
             ]:
                 raise ValueError(
-                    f"pipe.partitions[{j}] was given {', '.join(own)} of its own, which the pipe "
-                    "would not use: put it into a layer, and del it there"
+                    f"pipe.partitions[{j}] has {', '.join(own)} of its own, which the pipe would "
+                    "not use: move it into a layer, and del it there"
                 )
         refresh(self)
-        if layout.defers and defer_batch_norm(layout.sequential()):  # put into a layer since
+        if layout.defers and defer_batch_norm(layout.sequential()):  # a layer has a new one
             self._pipeline = None
         with _building:
-            # After a fork its threads are gone, and its locks may be held by nobody.
+            # A fork has no threads of its parent, and locks that they held stay locked.
             if self._pipeline is None or self._pipeline.process != os.getpid():
                 self._pipeline = Pipeline(layout.partitions, list(layout.layers), layout.workers_of)
             return self._pipeline
@@ -770,13 +772,13 @@ class Pipe(ModelNames):
         return source
 
     def _check_time_first(self, sizes: list[int]) -> None:
-        """In the first call, looks for modules to which dimension 0 is time."""
+        """In the first call, warns of modules whose dimension 0 is time."""
         if not self._time_checked:
             watch_time_first(self.named_modules(), sizes)
             self._time_checked = True
 
     def _check_own_calls(self, what: str) -> None:
-        """Refuses a pipe without layers, and one whose own hooks or forward would not run."""
+        """Raises an error for a pipe without layers, or with a hook or forward that is ignored."""
         if not self._modules:
             raise ValueError("the pipe has no layers: there is nothing to train or to evaluate")
         own = [kind for kind in HOOKS[:4] if getattr(self, kind)]
@@ -787,29 +789,29 @@ class Pipe(ModelNames):
             )
         if (method := own_call(self, Pipe)) is not None:
             raise RuntimeError(
-                f"{type(self).__name__} has a {method} of its own, which {what} "
-                "would not run: call pipe(x), or put it into layers and loss_fn"
+                f"{type(self).__name__} has a {method} of its own, which {what} would not run: "
+                "call pipe(x), or move its code into layers and loss_fn"
             )
 
     def _is_single_process(self, global_loss: bool = False) -> bool:
-        """Whether there are no other processes."""
+        """Whether the pipe is not data-parallel; raises ValueError for ``global_loss`` then."""
         if self._averaging is None and global_loss:
             raise ValueError(
-                "global_loss=True, but this pipe knows of no other processes: "
-                "syncpipe.distributed.data_parallel(pipe) makes it one of several"
+                "global_loss=True, but this pipe knows of no other processes: call "
+                "syncpipe.distributed.data_parallel(pipe) first"
             )
         return self._averaging is None
 
     def _warn_of_other_processes(self) -> None:
-        """Warns once where ``DistributedDataParallel``, say, would not see a ``train_batch``."""
+        """Warns once that train_batch does not average gradients over processes, as DDP would."""
         if self._warned or not (distributed.is_available() and distributed.is_initialized()):
             return
         if (size := distributed.get_world_size()) > 1:
             self._warned = True
             warnings.warn(
-                f"this is one of {size} processes, and train_batch averages its gradients with "
-                "none of them, also in DistributedDataParallel, unless you call "
-                "syncpipe.distributed.data_parallel(pipe). Ignore this if it is to train alone",
+                f"this is one of {size} processes, and train_batch does not average gradients over "
+                "them, not even in DistributedDataParallel, unless you call "
+                "syncpipe.distributed.data_parallel(pipe). Ignore this if that is intended",
                 stacklevel=caller_stacklevel(),
             )
 
@@ -823,10 +825,10 @@ class Pipe(ModelNames):
         return self
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
-        # All that moves or casts a module comes here, that of a module around it as well.
+        # Every move or cast of this module, or of one that contains it, calls _apply.
         if moves(fn, self.devices):
             raise TypeError(
-                "this would move a Pipe (or a module that contains it), or forget its values, but "
+                "this would move a Pipe (or a module that contains it), or discard its values, but "
                 "its partitions are on devices of their own: set pipe.devices = [...], or make the "
                 "Pipe with devices=[...]"
             )
@@ -847,12 +849,12 @@ class Pipe(ModelNames):
 
     def __prepare_scriptable__(self) -> NoReturn:
         raise TypeError(
-            "a Pipe cannot become TorchScript: torch.jit.script(pipe[:]) makes it of its layers, "
-            "and layers that are TorchScript may be in a Pipe"
+            "a Pipe cannot become TorchScript: torch.jit.script(pipe[:]) scripts its layers, and a "
+            "Pipe may contain scripted layers"
         )
 
     def __getstate__(self) -> dict[str, Any]:
-        # Threads, streams and locks are made anew where the pipe is used. A copy is alone there.
+        # A copy makes its own threads, streams and locks, and belongs to no process group.
         gone = dict.fromkeys(("_pipeline", "_trace", "_averaging"))
         counts = {"_loss_counts": LossCounts(), "_eval_counts": LossCounts()}
         return {**self.__dict__, **gone, "_source_layers": {}, **counts}
@@ -860,7 +862,7 @@ class Pipe(ModelNames):
     def __setattr__(self, name: str, value: Any) -> None:
         layers = list(self.__dict__.get("_modules", ()))
         if isinstance(value, LayerSpec) and name in layers:
-            self[layers.index(name)] = value  # built now, for optimizers
+            self[layers.index(name)] = value  # builds it now, for optimizers
             return
         if name not in layers:
             check_setting(name, value)

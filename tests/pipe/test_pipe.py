@@ -397,7 +397,7 @@ def test_what_a_partition_would_not_use_is_refused(value):
     pipe, x = made([2, 2]), torch.randn(4, 3)
     name = "forward" if callable(value) else "scale"
     setattr(pipe.partitions[1], name, value)
-    with pytest.raises(ValueError, match=rf"partitions\[1\] was given {name} of its own"):
+    with pytest.raises(ValueError, match=rf"partitions\[1\] has {name} of its own"):
         pipe(x)
     delattr(pipe.partitions[1], name)
     pipe(x)
