@@ -159,7 +159,7 @@ AUTO = r"pipe\.trace\(\).*schedules\.auto\("
         (two("uniform", sample=X, devices=CPUS), ValueError, "balance='time' measures with"),
         (lambda: torch.jit.script(a_pipe()), TypeError, r"jit\.script\(pipe\[:\]\)"),
         (lambda: setattr(pipe := a_pipe(), "loss", nn.MSELoss()) or pipe(X), ValueError,
-         "loss: a module that is no layer was assigned to the pipe.*: del it, and keep it elsewhere"),
+         "loss: a module that is no layer was assigned.*: del it, and keep it elsewhere"),
         (lambda: a_pipe().trace().table(), RuntimeError, r"`with pipe\.trace\(\) as trace:`"),
     ],
 )  # fmt: skip

@@ -548,7 +548,7 @@ def test_a_function_that_fails_loses_nothing():
     with pytest.raises(ZeroDivisionError, match="its own") as caught:
         pipe.train_batch(data_iter=inputs, loss_fn=lambda y, _: y.mean(), schedule=mine)
     [note] = caught.value.__notes__
-    assert "mine when called with m=4, device_of=(0, 1, 2, 3)" in note
+    assert "mine, called with m=4, device_of=(0, 1, 2, 3)" in note
     assert all(torch.equal(p.grad, old) for p, old in zip(pipe.parameters(), before, strict=True))
     assert len(list(inputs)) == 4
     pipe.train_batch(torch.randn(8, 3), loss_fn=torch.mean)
