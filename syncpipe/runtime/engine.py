@@ -132,8 +132,8 @@ class _Execution:
                     received = [take(needs)]
                     # The task gets the only reference to the received values.
                     made = [self.runs[what](i, received.pop())]
-                    for there, number, value in zip(to, sends, made.pop(), strict=True):
-                        self.inboxes[there].put((number, value))
+                    for receiver, number, value in zip(to, sends, made.pop(), strict=True):
+                        self.inboxes[receiver].put((number, value))
                         del value  # the receiver owns it
         except _Cancelled:
             pass

@@ -125,32 +125,32 @@ class Changes:
         """
         own = [vars(module) for module in self.renorming]
 
-        def counted(weights: list[Any], run: Callable[[], Any]) -> Any:
+        def count(weights: list[Any], run: Callable[[], Any]) -> Any:
             before = list(map(version_of, weights))
             result = run()
             for weight, then in zip(weights, before, strict=True):
                 self.renormed[weight] = self.renormed.get(weight, 0) + version_of(weight) - then
             return result
 
-        def look(module: Any, input: Tensor, *args: Any, **kwargs: Any) -> Any:
+        def forward_and_note(module: Any, input: Tensor, *args: Any, **kwargs: Any) -> Any:
             # Counted now, not after the forward: a backward inside the forward recomputes the cell.
             forward = partial(type(module).forward, module, input, *args, **kwargs)
-            output = counted([module.weight], forward)
+            output = count([module.weight], forward)
             if type(input) is Tensor and used is not None:
                 with NoDispatch():  # hidden from the layer's dispatch modes
                     rows, weight = torch.unique(input), module.weight.detach()
                     used.append((weight, rows, weight[rows]))
             return output
 
-        def watched() -> Any:
+        def begin() -> Any:
             for module in self.renorming:
-                vars(module)["forward"] = MethodType(look, module)
+                vars(module)["forward"] = MethodType(forward_and_note, module)
             return run()
 
         if used is None or any("forward" in each for each in own):
             weights: list[Any] = [module.weight for module in self.renorming]
-            return counted(weights, run)
-        return run_and_undo(watched, lambda: [each.pop("forward", None) for each in own])
+            return count(weights, run)
+        return run_and_undo(begin, lambda: [each.pop("forward", None) for each in own])
 
     def with_rows(self, used: list[_Rows], run: Callable[[], Any]) -> Any:
         """Runs a recomputation with the rows of embeddings that its forward used."""
@@ -167,9 +167,9 @@ class Changes:
         """Updates the facts to the modules that there are now."""
         owners = [module for module in modules if module._buffers]
         if owners != self.owners:  # drop the references to removed modules
-            there = {(module, name) for module in owners for name, _ in module._buffers.items()}
-            self.owners, self.changing = owners, self.changing & there
-            self.copied, self.steady = self.copied & there, self.steady & there
+            places = {(module, name) for module in owners for name, _ in module._buffers.items()}
+            self.owners, self.changing = owners, self.changing & places
+            self.copied, self.steady = self.copied & places, self.steady & places
         self.renorming = [
             module
             for module in modules
@@ -488,15 +488,15 @@ class Recomputation:
         for (module, name), buffer, version, copy, _ in self._noted:
             changed = (module, name) in self._changed
             if copy is not None and (changed or version_of(buffer) != version):
-                kept = copy_of(copy.copy, made) if changed else copy.copy
-                swaps.append((module._buffers, name, kept))
+                value = copy_of(copy.copy, made) if changed else copy.copy
+                swaps.append((module._buffers, name, value))
             elif version_of(buffer) != version:
                 raise self._lost((module, name), buffer)
             elif module._buffers.get(name, buffer) is not buffer:
                 swaps.append((module._buffers, name, buffer))
-        for (module, name), kept in self._copies.items():
+        for (module, name), value in self._copies.items():
             if name in module._buffers:
-                swaps.append((module._buffers, name, copy_of(kept, made) if keep else kept))
+                swaps.append((module._buffers, name, copy_of(value, made) if keep else value))
         for embedding in changes.renorming:
             swaps.append((embedding.__dict__, "max_norm", None))
         return swaps

@@ -100,15 +100,15 @@ class Recorder:
         if backward:
             j, target = target, j
         row = self._row(i, j)
-        source, there = self._streams[row], self._streams[self._row(i, target)]
+        source, destination = self._streams[row], self._streams[self._row(i, target)]
         if source.backend is not None:  # a copy starts when its source is computed
             source.backend.wait(source.outbound, source.backend.record(source.compute))
         start = self._now(source, source.outbound)
         yield
-        if there.backend is None:
+        if destination.backend is None:
             end = self._now(source, source.outbound)
         else:
-            end = self._now(there, there.inbound)
+            end = self._now(destination, destination.inbound)
         record = Record("transfer", i, j, row, self.step, start, end, target, backward)
         self._records.append(record)
 

@@ -132,30 +132,30 @@ def plain(
     runs = call.runs[: pipeline.n]
     ties = pipeline.shared.find()
     for run in runs:
-        there = {
+        copies = {
             id(tie.tensor): with_class_of(tie.tensor, tie.tensor.to(run.stage.device))
             for tie in ties
             if run.stage.j in tie.stages[1:]
             and not same_memory(tie.tensor.device, run.stage.device)
         }
-        if there:
-            use_substitutes(run, there, {})
+        if copies:
+            use_substitutes(run, copies, {})
 
     def cell(i: int, value: Any, owners: Sequence[int], store: dict[SkipKey, Any], j: int) -> Any:
         run, stage = runs[j], runs[j].stage
-        there = tuple([store.pop(key) for key in stage.pops])
+        popped = tuple([store.pop(key) for key in stage.pops])
         inputs = map_tensors(
             lambda tensors: [
                 t if same_memory(t.device, stage.device) else t.to(stage.device) for t in tensors
             ],
-            (value, tuple([skip for skip, _ in there])),
+            (value, tuple([skip for skip, _ in popped])),
         )
-        owners = [*owners, *[flag for _, own in there for flag in own]]
-        again = i < call.rematerialized[j]
+        owners = [*owners, *[flag for _, own in popped for flag in own]]
+        recomputed = i < call.rematerialized[j]
         with pipeline.workers[pipeline.worker_of[j]].caller_lane().active():
-            forward = run.recomputation.checkpointed if again else run.forward
+            forward = run.recomputation.checkpointed if recomputed else run.forward
             outputs = forward(i, inputs, owners)
-        passed = passthrough_flags(inputs, owners, outputs, all_borrowed=again or j == 0)
+        passed = passthrough_flags(inputs, owners, outputs, all_borrowed=recomputed or j == 0)
         following = iter(passed or [0] * len(tensors_in(outputs)))
         value, stashed = outputs
         owners = [next(following) for _ in tensors_in(value)]
@@ -173,9 +173,9 @@ def plain(
             found.append(value)
         return found
 
-    held = partial(let_modules_hold, pipeline.drawing_modules, run_all)
+    run_held = partial(let_modules_hold, pipeline.drawing_modules, run_all)
     # For a call in another call's layer or loss: locks of stages come before those of generators.
-    return without_generators(partial(with_swaps, swaps, held) if swaps else held)
+    return without_generators(partial(with_swaps, swaps, run_held) if swaps else run_held)
 
 
 def check_collectives(pipeline: Pipeline, *, grad: bool, inline: bool) -> None:
@@ -420,8 +420,8 @@ class Call(MiniBatch):
         """Refuses objects that hide a tensor on an accelerator or with a graph: it must be sent."""
 
         def has_to_be_sent(tensor: Tensor) -> bool:
-            there = tensor.device.type not in ("cpu", "meta")
-            return (there and not isinstance(tensor, nn.Parameter)) or (
+            on_device = tensor.device.type not in ("cpu", "meta")
+            return (on_device and not isinstance(tensor, nn.Parameter)) or (
                 tensor.requires_grad and not tensor.is_leaf
             )
 
@@ -463,12 +463,12 @@ class Call(MiniBatch):
             if found is not None:
                 streams.receive(found.event, [tensor])
             return tensor
-        there, event = found or (DeviceStreams(tensor.device), None)
-        here = [other for other in self.worker_streams if same_memory(other.device, tensor.device)]
+        maker, event = found or (DeviceStreams(tensor.device), None)
+        workers = [s for s in self.worker_streams if same_memory(s.device, tensor.device)]
         # On a device without a worker, the stream that made the tensor copies it.
-        copies, event = (here[0] if here else there).send([tensor], streams, event)
-        streams.receive(event, copies)
-        return copies[0]
+        copied, event = (workers[0] if workers else maker).send([tensor], streams, event)
+        streams.receive(event, copied)
+        return copied[0]
 
     def as_caller(self) -> AbstractContextManager[Any]:
         """The context of work on the caller's streams; without it a worker's thread uses the
@@ -513,9 +513,9 @@ def send_tree(source: DeviceStreams, target: DeviceStreams, value: Any) -> tuple
 
     def moved(tensors: list[Tensor]) -> list[Tensor]:
         each = distinct(tensors)
-        there, event = source.send(each, target)
+        arrived, event = source.send(each, target)
         events.append(event)
-        found = dict(zip(map(id, each), there, strict=True))
+        found = dict(zip(map(id, each), arrived, strict=True))
         return [found[id(tensor)] for tensor in tensors]
 
     value = map_tensors(moved, value)

@@ -145,19 +145,19 @@ def own_memory(
     """
     alone = type(outputs[0]) is Tensor and not outputs[1]
     tensors = [outputs[0]] if alone else tensors_in(outputs)
-    held = [
+    kept = [
         (references > _ALONE or _is_held(tensor))
         and tensor.grad_fn is None
         and (all_leaves or not tensor.requires_grad)
         for references, tensor in zip(map(getrefcount, tensors), tensors, strict=True)
     ]
-    if True not in held:
+    if True not in kept:
         return outputs, passed
     given = set(map(storage_of, tensors_in(inputs)))
-    held = [each and storage_of(t) not in given for each, t in zip(held, tensors, strict=True)]
-    sent = _with_copies(tensors, held)
+    kept = [each and storage_of(t) not in given for each, t in zip(kept, tensors, strict=True)]
+    sent = _with_copies(tensors, kept)
     owners = [
-        flag | SHARED * each for flag, each in zip(passed or [0] * len(sent), held, strict=True)
+        flag | SHARED * each for flag, each in zip(passed or [0] * len(sent), kept, strict=True)
     ]
     return map_tensors(lambda _: sent, outputs), owners
 

@@ -80,10 +80,10 @@ def swaps_of(partition: nn.Module, substitute_of: dict[int, Tensor]) -> list[Swa
     """The swaps that put substitutes into the modules themselves."""
     found: list[Swap] = []
     for module in partition.modules():
-        for held in (module._parameters, module._buffers):
+        for place in (module._parameters, module._buffers):
             found += [
-                (held, name, substitute_of[id(t)])
-                for name, t in held.items()
+                (place, name, substitute_of[id(t)])
+                for name, t in place.items()
                 if id(t) in substitute_of
             ]
         for name, value in module.__dict__.items():
@@ -135,9 +135,9 @@ class ShallowCopy:
             original_of[id(other)] = module
             internal = _OF_PIPES if hasattr(module, "_syncpipe_skips_are_internal") else ()
             for name in ("__dict__", "_parameters", "_modules", "_buffers"):
-                there, here = getattr(module, name), getattr(other, name)
-                if there is not here:
-                    first.append((there, here, dict(here), internal))
+                source, target = getattr(module, name), getattr(other, name)
+                if source is not target:
+                    first.append((source, target, dict(target), internal))
         # Set at the end, so that after Ctrl-C the next call finds the former copies.
         self._made, self._first, self._original_of = made, first, original_of
         self.partition = made[id(self._original)][1]
@@ -145,15 +145,15 @@ class ShallowCopy:
 
     def copy_attributes_back(self) -> None:
         """Sets attributes on the modules that a forward has set on their copies."""
-        for there, here, first, internal in self._first:
-            for name in {**first, **here}:
-                value = here.get(name, _MISSING)
+        for source, target, first, internal in self._first:
+            for name in {**first, **target}:
+                value = target.get(name, _MISSING)
                 if first.get(name, _MISSING) is value or name in internal:
                     continue
                 if value is _MISSING:
-                    there.pop(name, None)
+                    source.pop(name, None)
                 else:
-                    there[name] = self._original_of.get(id(value), value)
+                    source[name] = self._original_of.get(id(value), value)
 
 
 def _state(
@@ -299,9 +299,9 @@ class CallTies:
         self.senders: list[list[tuple[Edge, list[Tensor]]]] = [[] for _ in streams_of]
         for edge in self.edges:
             tensors = hops[edge.target, edge.source]
-            here, there = substitute_of[edge.source], substitute_of[edge.target]
-            self.receivers[edge.source].append([here.get(id(t), t) for t in tensors])
-            self.senders[edge.target].append((edge, [there[id(t)] for t in tensors]))
+            source_leaves, target_leaves = substitute_of[edge.source], substitute_of[edge.target]
+            self.receivers[edge.source].append([source_leaves.get(id(t), t) for t in tensors])
+            self.senders[edge.target].append((edge, [target_leaves[id(t)] for t in tensors]))
 
     def foreign(self, j: int) -> set[int]:
         """The identities of tensors in stage ``j`` that other stages own."""
