@@ -31,15 +31,9 @@ from syncpipe.layers.listing import Layers, as_sequential, on_meta, type_name
 from syncpipe.options import checked_chunks, counted
 
 __all__ = [
-    "balance_by_parameters",
-    "balance_by_size",
-    "balance_by_time",
-    "balance_by_type",
-    "balance_cost",
-    "balance_named",
-    "balance_uniform",
-    "param_scale_of",
-]
+    "balance_by_parameters", "balance_by_size", "balance_by_time", "balance_by_type",
+    "balance_cost", "balance_named", "balance_uniform", "param_scale_of",
+]  # fmt: skip
 
 #: Makes an optimizer from a list of parameters: ``torch.optim.Adam``, or a ``functools.partial``.
 MakeOptimizer = Callable[[list[nn.Parameter]], torch.optim.Optimizer]

@@ -25,17 +25,16 @@ _COMPILED_FROM = "_torchdynamo_orig_callable"
 
 
 def layer_label(name: str, layer: nn.Module) -> str:
-    """A layer in error messages."""
     return f"layer {name!r} ({type(layer).__name__})"
 
 
 def runnable_copy(
-    name: str, layer: nn.Module, device: torch.device | None, home: torch.device
+    name: str, layer: nn.Module, device: torch.device | None, default: torch.device
 ) -> nn.Module:
     """A temporary copy of a layer in train mode, or the layer that a spec builds.
 
-    It runs on ``device``, by default where the layer is, or at ``home`` if the layer has no memory
-    yet. Parameters and buffers are copied straight to the device; on ``meta`` the copy runs without
+    It runs on ``device``, by default where the layer is, or on ``default`` if it has no memory yet.
+    Parameters and buffers are copied straight to the device; on ``meta`` the copy runs without
     ``torch.compile``. Gradients and hooks of parameters are not copied. Tensors that a forward has
     left in an attribute, for example ``weight`` of the old ``weight_norm``, lose their graph.
 
@@ -43,8 +42,8 @@ def runnable_copy(
         TypeError: the layer cannot be copied.
     """
     if isinstance(layer, LayerSpec):
-        return build_alone(layer, home).train()
-    empty = home.type != "meta" and waiting(layer)
+        return build_alone(layer, default).train()
+    empty = default.type != "meta" and waiting(layer)
     device = None if empty else device
     memo: dict[int, Any] = {}
     eager = device is not None and device.type == "meta"
@@ -74,8 +73,8 @@ def runnable_copy(
         if isinstance(module, nn.RNNBase):
             module.flatten_parameters()
     if empty:
-        give_values(made, home, None, {}, zeros=True)
-        made.to(home)
+        give_values(made, default, None, {}, zeros=True)
+        made.to(default)
     return made.train()
 
 

@@ -209,9 +209,9 @@ def _profiling_devices(
             f"device={device!r}, but the sample is on meta, without values: leave device out to "
             "measure sizes, or create the sample elsewhere to measure time"
         )
-    home = target or next((tensor.device for tensor in given), torch.device("cpu"))
+    default = target or next((tensor.device for tensor in given), torch.device("cpu"))
     used = [target] if target else [tensor.device for tensor in tensors]
-    return target, home, list(dict.fromkeys(used))
+    return target, default, list(dict.fromkeys(used))
 
 
 def samples_in(sample: Any) -> int:
@@ -385,7 +385,6 @@ class LayerRun:
             self._marks.append(self.watch[0]())
 
     def record_times(self, *, weights: bool) -> None:
-        """Store how long both took."""
         start, middle, back, end = self._marks
         self.forward.append(self.watch[1](middle, start))
         (self.backward if weights else self.to_inputs).append(self.watch[1](end, back))
@@ -497,21 +496,21 @@ class _Profiler:
             raise ValueError("module has no layers to measure")
         self._sample, self._roofline = sample, roofline
         self._sizes = _checked_sizes(samples_in(sample), sizes)
-        self._device, self._home, self._used = _profiling_devices(module, sample, device)
+        self._device, self._default, self._devices = _profiling_devices(module, sample, device)
         # Not named_children(), which skips repeated layers.
         self._layers = [(k, layer) for k, layer in known._modules.items() if layer is not None]
-        self._given, self._unpack = list(module), unpacks(module)
+        self._originals, self._unpack = list(module), unpacks(module)
         self._layout = inspect_layout([[layer] for _, layer in self._layers])
-        meta = self._home.type == "meta" and roofline is None
+        meta = self._default.type == "meta" and roofline is None
         self._timed, self._seconds = seconds is not None and not meta, seconds or 0.0
         #: For each size the input of the next layer (leaves, which require a gradient as in
         #: training), pending skips, and what the layers store.
-        self._values: dict[int, Any] = {}
+        self._inputs: dict[int, Any] = {}
         self._skips: dict[int, dict[SkipKey, Any]] = {size: {} for size in self._sizes}
         self._memory = {size: StoredMemory() for size in self._sizes}
         self._found_skips: list[SkipProfile] = []
         #: For each parameter and buffer: first layer, bytes, whether it is trained, other layers.
-        self._homes: dict[int, tuple[int, int, bool, list[int]]] = {}
+        self._owners: dict[int, tuple[int, int, bool, list[int]]] = {}
         #: For each layer at the largest size: plausible seconds, estimated ones, median of rounds.
         self._rounds: list[tuple[float, float, float]] = []
         self._rates: list[float] = []
@@ -520,17 +519,17 @@ class _Profiler:
         """Measure, and restore random states and settings."""
 
         def run() -> Profile:
-            with AsOnGPU() if self._home.type == "meta" else nullcontext(), gpu or nullcontext():
+            with AsOnGPU() if self._default.type == "meta" else nullcontext(), gpu or nullcontext():
                 return self._run(bar)
 
-        gpu, real = self._roofline, [device for device in self._used if device.type != "meta"]
+        gpu, real = self._roofline, [device for device in self._devices if device.type != "meta"]
         with _progress_bar(progress, len(self._layers)) as bar:
             found = restoring_settings(run, real, threads)
         names = [
             f"{x} ({torch.cuda.get_device_name(x)})" if x.type == "cuda" else str(x)
-            for x in self._used
+            for x in self._devices
         ]
-        for kind in {x.type for x in self._used} - {"meta"}:
+        for kind in {x.type for x in self._devices} - {"meta"}:
             if torch.is_autocast_enabled(kind):
                 names.append(f"in autocast to {torch.get_autocast_dtype(kind)}")
         return replace(found, device=", ".join(names) or "cpu")
@@ -538,13 +537,13 @@ class _Profiler:
     def _run(self, bar: Any) -> Profile:
         self._deadline = clock.monotonic() + self._seconds
         for size in self._sizes:
-            self._values[size], _ = unwrapped(resized(self._sample, size, self._device))
-        given = {size: size_of(value) for size, value in self._values.items()}
+            self._inputs[size], _ = unwrapped(resized(self._sample, size, self._device))
+        given = {size: size_of(value) for size, value in self._inputs.items()}
         found: list[dict[str, Any]] = []  # arguments of each LayerProfile
         window: _Window = []
         held, most = 0, float(WINDOW)
         with suppress(ValueError):
-            most = min(most, measure_memory(self._home) / 8)
+            most = min(most, measure_memory(self._default) / 8)
         for index in range(len(self._layers)):
             numbers, runs = self._observe_layer(index)
             found.append(numbers)
@@ -562,8 +561,8 @@ class _Profiler:
                 numbers.setdefault("shared_bytes", {})[size] = shared
         layers = tuple(LayerProfile(**numbers) for numbers in found)
         ties = (
-            (home, tuple(dict.fromkeys(others)), size, size * trained)
-            for home, size, trained, others in self._homes.values()
+            (owner, tuple(dict.fromkeys(others)), size, size * trained)
+            for owner, size, trained, others in self._owners.values()
             if others
         )
         made = Profile(layers, tuple(self._found_skips), given, source="sizes", ties=tuple(ties))
@@ -579,25 +578,25 @@ class _Profiler:
         """Everything about a layer but its times; and its runs, for measuring these."""
         name, layer = self._layers[index]
         popped, stashed = self._layout.incoming[index], self._layout.outgoing[index]
-        made = runnable_copy(name, self._given[index], self._device, self._home)
+        made = runnable_copy(name, self._originals[index], self._device, self._default)
         own = next((t.device for t in chain(made.parameters(), made.buffers())), None)
-        few = f"; sizes={self._sizes} are measured" if len(self._sizes) > 1 else ""
+        note = f"; sizes={self._sizes} are measured" if len(self._sizes) > 1 else ""
         runs, peaks, halves = [], {}, {}
-        for size, value in self._values.items():
+        for size, value in self._inputs.items():
             inputs = (value, [self._skips[size].pop(key, None) for key in popped])
             given = [tensor.device for tensor in tensors_in(inputs)]
             device = self._device or own or next(iter(given), torch.device("cpu"))
             inputs = map_tensors(partial(_leaves, device=self._device or own), inputs)
-            words = layer_label(name, layer), f"a micro-batch of {size} samples{few}"
+            labels = layer_label(name, layer), f"a micro-batch of {size} samples{note}"
             watch = self._roofline.watch if self._roofline else stopwatch(device)
-            runs.append(LayerRun(*words, made, inputs, [*popped], device, self._unpack, watch))
+            runs.append(LayerRun(*labels, made, inputs, [*popped], device, self._unpack, watch))
             peaks[size], halves[size] = self._observe_run(size, runs[-1], stashed)
         for k, (key, stash) in enumerate(popped.items()):
             bytes = [size_of(run.inputs[1][k]) for run in runs]
             of = dict(zip(self._sizes, bytes, strict=True))
             self._found_skips.append(SkipProfile(key[1], stash, index, of))
         numbers: dict[str, Any] = {"name": name, **self._own_bytes(index, layer, made)}
-        numbers["output_bytes"] = {size: size_of(value) for size, value in self._values.items()}
+        numbers["output_bytes"] = {size: size_of(value) for size, value in self._inputs.items()}
         numbers["peak_bytes"] = {} if None in peaks.values() else peaks
         numbers["halves_bytes"] = halves
         return numbers, runs
@@ -626,10 +625,10 @@ class _Profiler:
         own = [*layer.parameters(), *layer.buffers()]  # after lazy layers have got theirs
         skips = self._skips[size]
         skips.update((key, map_tensors(_leaves, store.get(key))) for key in stashed)
-        going_on = tensors_in((output, list(skips.values())))
+        passed_on = tensors_in((output, list(skips.values())))
         given = tensors_in(run.inputs)
-        passing = self._memory[size].add(given, copies, saved(), going_on, own)
-        self._values[size] = map_tensors(_leaves, output)
+        passing = self._memory[size].add(given, copies, saved(), passed_on, own)
+        self._inputs[size] = map_tensors(_leaves, output)
         for parameter in layer.parameters():
             if parameter.requires_grad:  # as from the second micro-batch on
                 parameter.grad = torch.zeros_like(parameter)
@@ -639,7 +638,7 @@ class _Profiler:
             peak = live.most - passing
             live.exclude(p.grad for p in own if p.grad is not None)
             live.restart_with(saved())
-        del output, store, going_on
+        del output, store, passed_on
         halves = watch_halves(run.roots)
         # Without timing, backward may fail.
         unsure = nullcontext() if self._timed else suppress(Exception)
@@ -659,7 +658,7 @@ class _Profiler:
                 continue
             size = tensor.numel() * tensor.element_size()
             if name in originals:
-                known = self._homes.setdefault(original, (index, size, tensor.requires_grad, []))
+                known = self._owners.setdefault(original, (index, size, tensor.requires_grad, []))
                 if known[0] != index:
                     known[-1].append(index)
                     continue
@@ -668,11 +667,11 @@ class _Profiler:
                 bytes["frozen_bytes"] += size
         return bytes
 
-    def _time_window(self, window: _Window, found: list[dict[str, Any]], behind: int) -> None:
+    def _time_window(self, window: _Window, found: list[dict[str, Any]], later: int) -> None:
         """Measure the layers of a window in their share of the time, and store their times."""
         if self._timed:
             begin = clock.monotonic()
-            share = (self._deadline - begin) / (len(window) + behind)
+            share = (self._deadline - begin) / (len(window) + later)
             for k, runs in enumerate(window if self._roofline is None else ()):
                 found[k]["interpreter"] = runs[0].interpreter_seconds(begin + share * (k + 1) / 4)
             self._run_rounds(window, begin + share * len(window))

@@ -182,7 +182,7 @@ class StoredMemory:
         inputs: list[Tensor],
         copies: list[Tensor],
         saved: list[Tensor],
-        going_on: list[Tensor],
+        passed_on: list[Tensor],
         own: Iterable[Tensor],
     ) -> int:
         """Count what the next layer stores; returns bytes of inputs that only earlier ones store.
@@ -190,7 +190,7 @@ class StoredMemory:
         Args:
             inputs, copies: its intended inputs, and the copies that it got.
             saved: what autograd stores for it.
-            going_on: the input of the next layer, and pending skips.
+            passed_on: the input of the next layer, and pending skips.
             own: its parameters and buffers, whose memory does not count.
         """
         known = dict(self._live)
@@ -209,7 +209,7 @@ class StoredMemory:
         self.last = sum(piece.bytes for piece in held)
         for piece in held:
             piece.layers.append(self._layers)
-        self._live = memories(going_on)
+        self._live = memories(passed_on)
         self._layers += 1
         return unused
 

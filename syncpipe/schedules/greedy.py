@@ -85,7 +85,6 @@ class Problem:
         return peak
 
     def fits(self, rows: Iterable[Iterable[Action]]) -> bool:
-        """Whether all devices stay within their limits."""
         limits = zip(map(self.peak, rows), self.limits, strict=True)
         return all(peak <= limit * (1 + ROUNDING) for peak, limit in limits)
 

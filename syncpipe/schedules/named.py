@@ -86,7 +86,6 @@ Placement = int | Sequence[int] | Devices
 
 
 def _checked_devices(m: int, device_of: Placement) -> Devices:
-    """The devices of each stage, checked."""
     devices = tuple(range(device_of)) if isinstance(device_of, int) else tuple(device_of)
     if m < 1:
         raise ValueError(f"a schedule needs at least one micro-batch, but m={m}")
@@ -503,7 +502,6 @@ def build(schedule: ScheduleLike, m: int, device_of: Sequence[int] | Devices) ->
 
 
 def maker_of(name: str) -> Callable[[int, Any], Schedule]:
-    """The function that makes the schedule of that name."""
     if name in SCHEDULES:
         return SCHEDULES[name]
     if name == "auto":
@@ -519,7 +517,6 @@ def maker_of(name: str) -> Callable[[int, Any], Schedule]:
 
 
 def schedule_label(schedule: ScheduleLike) -> str:
-    """The schedule's name in messages."""
     if isinstance(schedule, str | os.PathLike | Schedule):
         return repr(schedule.name if isinstance(schedule, Schedule) else str(schedule))
     if isinstance(schedule, partial):

@@ -110,7 +110,6 @@ class StreamSteps:
         return in_serial_order(self._rows())
 
     def _rows(self) -> list[Iterator[Step]]:
-        """The steps of each replica, by index."""
         places = {own[k]: (j, k) for j, own in enumerate(self._numbers) for k in range(len(own))}
         return [self._row(*places[number]) for number in range(len(places))]
 

@@ -73,7 +73,6 @@ class Panel:
                 self.actions[span.row].append(span)
 
     def stages(self, row: int) -> str:
-        """The stages of a row as text."""
         word = ", ".join(map(str, sorted({span.j for span in self.actions[row]})))
         return f"stage{'s' * (',' in word)} {word}" if word else ""
 

@@ -279,7 +279,6 @@ def _panels(timelines: Mapping[str, Timeline], scale: bool = False) -> tuple[Any
 
 
 def _union(intervals: Iterable[tuple[float, float]]) -> tuple[tuple[float, float], ...]:
-    """The union of intervals, in order."""
     result: list[tuple[float, float]] = []
     for start, end in sorted(intervals):
         if result and start <= result[-1][1]:
