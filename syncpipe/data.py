@@ -1,8 +1,8 @@
-"""Values on their way: trees of tensors, cut into micro-batches and put together again.
+"""Trees of tensors: traversal, scatter into micro-batches, gather of outputs; memory of tensors.
 
-Trees are PyTorch's pytrees, and containers that those take for leaves: mappings (``UserDict``, and
-so what Hugging Face's tokenizers return; subclasses of ``dict``), lists, tuples and dataclasses.
-The same type comes out, a shallow copy with other values. Most trees are one tensor.
+Trees are PyTorch's pytrees, and containers that pytree takes for leaves: mappings (``UserDict``, as
+from Hugging Face's tokenizers, and subclasses of ``dict``), lists, tuples and dataclasses. Mapping
+a tree makes a shallow copy of the same type. Most trees are one tensor.
 """
 
 from __future__ import annotations
@@ -41,17 +41,17 @@ class Structure:
     """A container without its leaves; equal for containers of the same types and keys."""
 
     kind: type
-    keys: Any  #: of its entries, or what pytree remembers of it
+    keys: Any  #: of its entries, or the context of pytree
     children: tuple[Structure | None, ...]  #: None for a leaf
-    node: pytree.NodeDef | None = field(compare=False)  #: None where pytree takes it for a leaf
-    like: Any = field(compare=False)  #: the container itself, then
+    node: pytree.NodeDef | None = field(compare=False)  #: None if pytree takes it for a leaf
+    like: Any = field(compare=False)  #: the container itself if ``node`` is None
 
     def __str__(self) -> str:
         inner = ", ".join("*" if child is None else str(child) for child in self.children)
         return f"{self.kind.__name__}({inner}; {self.keys})" if self.keys else f"({inner})"
 
     def filled(self, leaves: Iterator[Any]) -> Any:
-        """One of the same type with the leaves that come next."""
+        """A container of the same type with the next leaves of an iterator."""
         values = [next(leaves) if s is None else s.filled(leaves) for s in self.children]
         if self.node is not None:
             return self.node.unflatten_fn(values, self.keys)
@@ -60,17 +60,17 @@ class Structure:
                 return self.kind(values)
             made = copy.copy(self.like)
             for name, held in getattr(made, "__dict__", {}).items():
-                if isinstance(held, dict | list):  # which may be where its entries are
+                if isinstance(held, dict | list):  # it may hold the entries
                     made.__dict__[name] = copy.copy(held)
             for key, value in zip(self.keys, values, strict=True):
                 if issubclass(self.kind, MutableSequence) or _is_keyed(self.like):
                     made[key] = value
                 else:
-                    object.__setattr__(made, key, value)  # also if the dataclass is frozen
+                    object.__setattr__(made, key, value)  # works for frozen dataclasses
         except Exception as error:
             raise TypeError(
-                f"a {self.kind.__name__} cannot be made anew with other tensors: pass them "
-                "in tuples or dicts, or register the class by "
+                f"a {self.kind.__name__} cannot be copied with other tensors: pass them "
+                "in tuples or dicts, or register the class with "
                 "torch.utils._pytree.register_pytree_node"
             ) from error
         return made
@@ -80,7 +80,7 @@ _LEAVES = (type(None), bool, int, float, str, Tensor, bytearray, array.array)
 
 
 def _opened(tree: Any) -> tuple[pytree.NodeDef | None, list[Any], Any] | None:
-    """Of a container how pytree makes one, what is in it, and its keys; None for a leaf."""
+    """The pytree node (or None), values and keys of a container; None for a leaf."""
     if isinstance(tree, _LEAVES):
         return None
     kind = type(tree)
@@ -103,7 +103,7 @@ def _opened(tree: Any) -> tuple[pytree.NodeDef | None, list[Any], Any] | None:
 
 
 def _is_keyed(tree: Any) -> bool:
-    """Whether entries are read and set by key: of a mapping, or a batch that is used as one."""
+    """Whether entries are read and set by key: a mapping, or a registered batch like one."""
     return isinstance(tree, MutableMapping) or (
         batch_kind(tree) is not None
         and all(hasattr(tree, name) for name in ("keys", "__getitem__", "__setitem__"))
@@ -111,16 +111,16 @@ def _is_keyed(tree: Any) -> bool:
 
 
 def flatten(tree: Any, *, batches: bool = False) -> tuple[list[Any], Structure | None]:
-    """Returns the leaves of a tree and its structure (None for a lone leaf).
+    """Returns the leaves of a tree and its structure (None if the tree is a leaf).
 
-    With ``batches`` what is cut as :func:`register_batch` says is a leaf.
+    With ``batches``, objects of classes of :func:`register_batch` are leaves.
     """
     leaves: list[Any] = []
     return leaves, _structure(tree, leaves, batches)
 
 
 def _structure(tree: Any, leaves: list[Any], batches: bool) -> Structure | None:
-    """The structure of a tree, whose leaves are appended."""
+    """The structure of a tree; appends its leaves to ``leaves``."""
     opened = None if batches and batch_kind(tree) else _opened(tree)
     if opened is None:
         leaves.append(tree)
@@ -136,7 +136,7 @@ def unflatten(leaves: Iterable[Any], structure: Structure | None) -> Any:
     return next(rest) if structure is None else structure.filled(rest)
 
 
-_NO_SKIPS = ()  # most stages get and give one tensor, and these
+_NO_SKIPS = ()  # the second part of most stages' inputs and outputs: (tensor, _NO_SKIPS)
 
 
 def tensors_in(tree: Any) -> list[Tensor]:
@@ -147,7 +147,7 @@ def tensors_in(tree: Any) -> list[Tensor]:
         return [tree[0]]
     if tree is None:
         return []
-    # Tuples and lists by hand: they are most of what travels, and pytree takes its time.
+    # Tuples and lists, the most frequent containers, without pytree, which is slow.
     if type(tree) is tuple or type(tree) is list:
         return [tensor for child in tree for tensor in tensors_in(child)]
     return [leaf for leaf in flatten(tree)[0] if isinstance(leaf, Tensor)]
@@ -161,7 +161,7 @@ def distinct(tree: Any) -> list[Tensor]:
 
 
 def objects_in(tree: Any) -> list[Any]:
-    """The leaves of a tree that are objects, which a layer may change, or hide tensors in."""
+    """The leaves of a tree that are mutable objects, or may contain tensors."""
     if isinstance(tree, Tensor) or tree is None:
         return []
     if type(tree) is tuple or type(tree) is list:
@@ -171,7 +171,7 @@ def objects_in(tree: Any) -> list[Any]:
 
 
 def map_tensors(function: Callable[[list[Tensor]], list[Tensor]], tree: Any) -> Any:
-    """Replaces the tensors of a tree by what ``function`` makes of the list of them all."""
+    """A copy of a tree; ``function`` maps the list of its tensors to new ones."""
     if isinstance(tree, Tensor):
         return function([tree])[0]
     if type(tree) is tuple and len(tree) == 2 and tree[1] is _NO_SKIPS and type(tree[0]) is Tensor:
@@ -192,7 +192,7 @@ def _replaced(tree: Any, tensors: Iterator[Tensor]) -> Any:
 
 
 def leaf_names(root: str, tree: Any, *, batches: bool = False) -> list[str]:
-    """The way to each leaf, as one would write it in Python: ``input['x'][0]``."""
+    """The path of each leaf as a Python expression: ``input['x'][0]``."""
     opened = None if batches and batch_kind(tree) else _opened(tree)
     if opened is None:
         return [root]
@@ -209,13 +209,13 @@ def leaf_names(root: str, tree: Any, *, batches: bool = False) -> list[str]:
 
 
 def by_name(root: str, tree: Any, *, batches: bool = False) -> dict[str, Any]:
-    """The leaves of a tree by the way to each."""
+    """The leaves of a tree by their paths, as of :func:`leaf_names`."""
     leaves, _ = flatten(tree, batches=batches)
     return dict(zip(leaf_names(root, tree, batches=batches), leaves, strict=True))
 
 
 def equal(a: Any, b: Any) -> bool:
-    """Whether two values are of one type and equal, as far as they tell."""
+    """Whether two values have one type and compare equal; False if the comparison raises."""
     try:
         return a is b or (type(a) is type(b) and bool(a == b))
     except Exception:
@@ -223,20 +223,20 @@ def equal(a: Any, b: Any) -> bool:
 
 
 def described(tensor: Any) -> str:
-    """A tensor's dtype and shape in a few characters: ``float32[8, 3]``."""
+    """The dtype and shape of a tensor, ``float32[8, 3]``, or the type and size of a batch."""
     if not isinstance(tensor, Tensor):
         return f"{type(tensor).__name__}[{samples_of(tensor)}]"
     return f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}"
 
 
-# --- objects that are no trees -------------------------------------------------------------------
+# --- objects that are not trees ------------------------------------------------------------------
 
-#: What does something rather than being data.
+#: Types of objects that are not data.
 _APPARATUS: Any = (Callable, Iterator, ModuleType, Dataset, DataLoader, Sampler, Optimizer)
 
 
 def attributes_of(thing: Any) -> dict[str, Any]:
-    """The attributes of an object, also where it has no dictionary."""
+    """The attributes of an object, including those in ``__slots__``."""
     slots: list[str] = copyreg._slotnames(type(thing))  # type: ignore[attr-defined]
     found = {name: getattr(thing, name) for name in slots if hasattr(thing, name)}
     return {**found, **getattr(thing, "__dict__", {})}
@@ -245,15 +245,15 @@ def attributes_of(thing: Any) -> dict[str, Any]:
 def hidden_tensor(
     thing: Any, is_meant: Callable[[Tensor], bool] | None = None, depth: int = 3
 ) -> str | None:
-    """The way to a tensor that counts in the attributes of an object, in Python; None without one.
+    """The path, as Python attributes, of a tensor inside an object; None without one.
 
     Args:
-        thing: a leaf, or a container, whose entries are no attributes.
-        is_meant: which tensors count; by default those that may have one entry a sample.
-        depth: how many objects in objects are looked into.
+        thing: a leaf, or a container, whose entries are not searched.
+        is_meant: selects tensors; by default those that may have one entry a sample.
+        depth: how many levels of objects to search.
     """
     if not depth or not gc.is_tracked(thing) or isinstance(thing, _APPARATUS):
-        return None  # a number, a string: nearly always it is so
+        return None  # the usual case: a number or a string
     entries = set(map(id, flatten(thing)[0]))
     for name, value in attributes_of(thing).items():
         for k, leaf in enumerate(flatten(value)[0]):
@@ -283,15 +283,17 @@ class NoChunk:
 
         pipe({"tokens": tokens, "mask": NoChunk(mask)})   # mask: [length, length]
 
-    The layers receive the bare tensor.
+    The layers receive the tensor itself.
+
+    Raises:
+        TypeError: ``tensor`` is not a tensor.
     """
 
     def __init__(self, tensor: Tensor) -> None:
         if not isinstance(tensor, Tensor):
             raise TypeError(
-                f"NoChunk takes a tensor, not {type(tensor).__name__}: values that are not "
-                "tensors go whole to every micro-batch anyway, and the tensors inside a tuple or "
-                "dict are wrapped one by one"
+                f"NoChunk takes a tensor, not {type(tensor).__name__}: values that are not tensors "
+                "are never cut. Wrap the tensors of a tuple or dict one by one"
             )
         self.tensor = tensor
 
@@ -314,11 +316,11 @@ def register_batch(
     cut: Callable[[Any, list[int]], Sequence[Any]],
     join: Callable[[list[Any]], Any],
 ) -> None:
-    """Say how objects of a class are cut into micro-batches, and put together again.
+    """Register how to cut objects of a class into micro-batches, and how to join them.
 
-    For what has no samples in dimension 0 of its tensors: graphs, ragged lists. Inputs, targets and
-    outputs of a pipe, and samples of :func:`sequential`, may then hold such objects. With PyTorch
-    Geometric::
+    For batches whose tensors do not have the samples in dimension 0: graphs, ragged lists. Inputs,
+    targets and outputs of a pipe, and samples of :func:`sequential`, may then contain such objects.
+    With PyTorch Geometric::
 
         def cut(batch, sizes):
             graphs = iter(batch.to_data_list())
@@ -329,21 +331,21 @@ def register_batch(
 
         syncpipe.register_batch(Batch, lambda batch: batch.num_graphs, cut, join)
 
-    The layers receive such an object. Its tensors, which go to the devices of stages, are those of
-    its entries (where it has ``keys()`` and is indexed by them), or of its attributes. A mini-batch
-    of ``n`` samples counts as a tensor of ``n`` rows beside it does: micro-batches have the sizes
-    that ``torch.chunk`` gives, and losses that are means are weighted by them.
+    The layers receive such an object. The pipe moves its tensors to the devices of stages: those of
+    its entries if it has ``keys()`` and is indexed by them, otherwise those of its attributes. A
+    batch of ``n`` samples is cut as a tensor of ``n`` rows: micro-batches have the sizes that
+    ``torch.chunk`` gives, and losses that are means are weighted by these sizes.
 
     Args:
-        kind: the class. Subclasses are cut likewise.
-        size: gives the number of samples of a batch.
-        cut: takes a batch, and the numbers of samples of its parts in a list, which add up to its
-            size; gives a batch for each.
-        join: takes a list of batches, and gives one that has all of their samples in this order.
+        kind: the class, with its subclasses.
+        size: ``size(batch)`` returns the number of samples of a batch.
+        cut: ``cut(batch, sizes)`` returns a batch for each number of samples in ``sizes``, which
+            add up to the size of the batch.
+        join: ``join(batches)`` returns one batch with the samples of all, in order.
 
     Raises:
-        TypeError: ``kind`` is no class, or one of Python's containers or a tensor, or one of the
-            others is no function.
+        TypeError: ``kind`` is not a class, or is a container of Python or a tensor, or another
+            argument is not a function.
     """
     plain = (*_LEAVES, object, list, tuple, dict, set)
     if not isinstance(kind, type) or kind in plain or issubclass(kind, Tensor):
@@ -355,14 +357,14 @@ def register_batch(
 
 
 def batch_kind(thing: Any) -> _Kind | None:
-    """How an object is cut, if its class was registered."""
+    """The functions registered for the class of an object; None without any."""
     if not _kinds or isinstance(thing, Tensor):
         return None
     return next((_kinds[base] for base in type(thing).__mro__ if base in _kinds), None)
 
 
 def samples_of(leaf: Any) -> int | None:
-    """The number of samples in what is cut; None for what is not."""
+    """The number of samples of a tensor or registered batch; None for values that are not cut."""
     if isinstance(leaf, Tensor):
         return len(leaf) if leaf.dim() else None
     kind = batch_kind(leaf)
@@ -370,7 +372,7 @@ def samples_of(leaf: Any) -> int | None:
 
 
 def entries(tree: Any) -> Iterator[tuple[Callable[[Any, Any], Any], Any, Any]]:
-    """Of each entry of a batch of a registered class, or of a container in it, what reads it."""
+    """The entries of a registered batch, or a container in it: ``value = read(tree, key)``."""
     opened = _opened(tree)
     if opened is None or (opened[0] is not None and type(tree) not in (tuple, list, dict)):
         return
@@ -381,35 +383,34 @@ def entries(tree: Any) -> Iterator[tuple[Callable[[Any, Any], Any], Any, Any]]:
 
 
 def cut_batch(batch: Any, sizes: list[int]) -> Sequence[Any]:
-    """A batch of a registered class, cut into parts of these sizes."""
+    """Cuts a batch of a registered class into parts of these sizes."""
     kind: Any = batch_kind(batch)
     parts = list(kind.cut(batch, sizes)) if len(sizes) > 1 else [batch]
     found = [samples_of(part) for part in parts]
     if found != sizes:
         raise ValueError(
-            f"the cut of register_batch({type(batch).__name__}, ...) was to give batches of "
-            f"{', '.join(map(str, sizes))} samples, and gave {', '.join(map(str, found))}"
+            f"cut= of register_batch({type(batch).__name__}, ...) must return batches of "
+            f"{', '.join(map(str, sizes))} samples, and returned {', '.join(map(str, found))}"
         )
     return parts
 
 
 def join_batches(batches: list[Any]) -> Any:
-    """Several batches of a registered class as one."""
+    """Joins several batches of a registered class."""
     kind: Any = batch_kind(batches[0])
     return kind.join(batches)
 
 
 def repeated_batch(batch: Any, size: int) -> Any:
-    """So many samples of a batch of a registered class, again and again."""
+    """A batch of ``size`` samples, those of a batch of a registered class repeated."""
     own = samples_of(batch) or 1
     times, rest = divmod(size, own)
-    return join_batches(
-        [batch] * times + ([cut_batch(batch, [rest, own - rest])[0]] if rest else [])
-    )
+    part = cut_batch(batch, [rest, own - rest])[:1] if rest else []
+    return join_batches([batch] * times + part)
 
 
 def _shares(leaf: Any, chunks: int) -> list[int]:
-    """The sizes of the micro-batches of a leaf; empty for what cannot be cut."""
+    """The sizes of the micro-batches of a leaf; empty if it cannot be cut."""
     if isinstance(leaf, Tensor):
         return [len(piece) for piece in leaf.chunk(chunks)] if leaf.dim() else []
     return [len(piece) for piece in torch.empty(samples_of(leaf) or 0).chunk(chunks)]
@@ -418,20 +419,21 @@ def _shares(leaf: Any, chunks: int) -> list[int]:
 def _pieces(leaf: Any, chunks: int, m: int) -> Sequence[Any]:
     if isinstance(leaf, Tensor):
         return leaf.chunk(chunks)
-    return (
-        cut_batch(leaf, _shares(leaf, chunks))
-        if batch_kind(leaf)
-        else (without_no_chunk(leaf),) * m
-    )
+    if batch_kind(leaf):
+        return cut_batch(leaf, _shares(leaf, chunks))
+    return (without_no_chunk(leaf),) * m
 
 
 def scatter(input: Any, chunks: int) -> list[Any]:
-    """Cuts a mini-batch into at most ``chunks`` micro-batches of its structure.
+    """Cuts a mini-batch into at most ``chunks`` micro-batches of the same structure.
 
-    Every tensor is cut along dimension 0 as by ``torch.chunk``, and an object of a registered class
-    (:func:`register_batch`) into as many samples; other values, and tensors in
-    :class:`NoChunk`, go whole to every micro-batch. Refuses what cannot be cut, also because a
-    micro-batch would get another part of one tensor than of another one.
+    ``torch.chunk`` cuts tensors along dimension 0. Objects of classes of :func:`register_batch` are
+    cut into the same numbers of samples. Other values, and tensors in :class:`NoChunk`, go whole to
+    every micro-batch.
+
+    Raises:
+        TypeError: an object holds tensors that would not be cut, or the input has no tensor to cut.
+        ValueError: tensors cannot be cut into the same shares.
     """
     return scatter_sized(input, chunks)[0]
 
@@ -442,9 +444,9 @@ def scatter_sized(input: Any, chunks: int) -> tuple[list[Any], list[int]]:
 
 
 def scatter_pair(input: Any, target: Any, chunks: int) -> tuple[list[Any], list[Any], list[int]]:
-    """Inputs and targets of as many micro-batches, and the number of samples in each.
+    """As :func:`scatter`: inputs and targets of the micro-batches, and their numbers of samples.
 
-    As :func:`scatter`; a target without any tensor to cut goes whole to every micro-batch.
+    A target without a tensor to cut goes whole to every micro-batch.
     """
     pairs, sizes = _scattered((input, target), chunks, {"input": input, "target": target})
     inputs, targets = zip(*pairs, strict=True)
@@ -452,14 +454,14 @@ def scatter_pair(input: Any, target: Any, chunks: int) -> tuple[list[Any], list[
 
 
 def unwrapped(micro_batch: Any) -> tuple[Any, int]:
-    """A micro-batch as the layers get it, and the number of samples in it."""
+    """A micro-batch without ``NoChunk``, as layers receive it, and its number of samples."""
     leaves, structure = flatten(micro_batch, batches=True)
     sizes = [size for leaf in leaves if (size := samples_of(leaf)) is not None]
     return unflatten(map(without_no_chunk, leaves), structure), sizes[0] if sizes else 1
 
 
 def without_no_chunk(leaf: Any) -> Any:
-    """What a ``NoChunk`` holds, and anything else itself."""
+    """The tensor of a ``NoChunk``; any other leaf itself."""
     return leaf.tensor if isinstance(leaf, NoChunk) else leaf
 
 
@@ -470,7 +472,7 @@ def _scattered(tree: Any, chunks: int, named: dict[str, Any]) -> tuple[list[Any]
     cut = [leaf for leaf in leaves if isinstance(leaf, Tensor) or batch_kind(leaf)]
     rows = [_shares(leaf, chunks) for leaf in cut] or [[1]]
     sizes = rows[0]
-    for row in rows:  # the same shares of each
+    for row in rows:  # each must have the same proportions
         if not row or [n * sum(sizes) for n in row] != [n * sum(row) for n in sizes]:
             raise ValueError(_cannot_scatter(named, chunks))
     if (m := len(sizes)) == 1:
@@ -480,7 +482,7 @@ def _scattered(tree: Any, chunks: int, named: dict[str, Any]) -> tuple[list[Any]
 
 
 def _refuse_uncut(named: dict[str, Any], chunks: int) -> None:
-    """Refuses what would go whole to every micro-batch though it should not."""
+    """Refuses values that would not be cut, although they contain tensors of samples."""
     for name, tree in named.items():
         things = [*by_name(name, tree, batches=True).items()]
         containers = _shallow_copied(flatten(tree, batches=True)[1])
@@ -490,7 +492,7 @@ def _refuse_uncut(named: dict[str, Any], chunks: int) -> None:
             if (at := hidden_tensor(thing)) is None:
                 continue
             raise TypeError(
-                f"{where} (or what is in it), of type {type(thing).__name__}, holds a tensor "
+                f"{where} (or an entry of it), of type {type(thing).__name__}, holds a tensor "
                 f"at {at} that is no entry of a tuple, dict or dataclass and would go whole to "
                 f"each of the micro-batches (chunks={chunks}): {to_cut(thing)}"
             )
@@ -498,30 +500,29 @@ def _refuse_uncut(named: dict[str, Any], chunks: int) -> None:
     if not tensors_in(given):
         shown = f"{given!r}" if isinstance(given, NoChunk | None) else type(given).__name__
         raise TypeError(
-            f"the input ({shown}) holds no tensor to cut into "
-            f"micro-batches (chunks={chunks}), so each of them would be the whole of it: give it "
-            "a tensor with one entry a sample, in a tuple, a dict or a dataclass (not in NoChunk); "
-            "or set chunks=1"
+            f"the input ({shown}) holds no tensor to cut into micro-batches (chunks={chunks}), so "
+            "each of them would get all of it: add a tensor with one entry a sample, in a tuple, a "
+            "dict or a dataclass (not in NoChunk); or set chunks=1"
         )
 
 
 def to_cut(thing: Any) -> str:
-    """What to do that an object with tensors in it is cut."""
+    """The way to get an object with tensors cut, for error messages."""
     if type(thing).__name__ == "BlockMask":
         return (
-            "make it in the layer that uses it, by create_block_mask of tensors that are cut. Its "
-            "mask function asks for the index of a sample in the batch, which in a micro-batch is "
-            "another one"
+            "make it in the layer that uses it, with create_block_mask from tensors that are cut. "
+            "Its mask function takes the index of a sample in the batch, which differs in a "
+            "micro-batch"
         )
     return (
         "pass the tensors in one of these, in syncpipe.NoChunk those that every micro-batch needs "
-        "whole; or register the class, by torch.utils._pytree.register_pytree_node where dimension "
-        "0 of its tensors has the samples, otherwise by syncpipe.register_batch"
+        "whole; or register the class, with torch.utils._pytree.register_pytree_node if dimension "
+        "0 of its tensors has the samples, otherwise with syncpipe.register_batch"
     )
 
 
 def _shallow_copied(structure: Structure | None) -> Iterator[Any]:
-    """The containers in a tree that have attributes beside their entries."""
+    """The containers in a tree that may have attributes besides their entries."""
     if structure is not None:
         if structure.node is None:
             yield structure.like
@@ -548,11 +549,14 @@ def _cannot_scatter(named: dict[str, Any], chunks: int) -> str:
 
 
 def gather(outputs: list[Any], common: Collection[int] = ()) -> Any:
-    """Puts the outputs of the micro-batches together: the inverse of :func:`scatter`.
+    """Concatenates the outputs of the micro-batches: the inverse of :func:`scatter`.
 
     Tensors are concatenated along dimension 0, and objects of registered classes joined. Other
     values, and tensors whose index among the leaves is in ``common``, must be equal in every
-    micro-batch. The output of a single micro-batch is returned as it is.
+    micro-batch. A single output is returned unchanged.
+
+    Raises:
+        ValueError: outputs differ in structure or in such a value, or cannot be concatenated.
     """
     first = outputs[0]
     if len(outputs) == 1:
@@ -576,18 +580,17 @@ def gather(outputs: list[Any], common: Collection[int] = ()) -> Any:
 def samples_elsewhere(
     outputs: list[Any], sizes: Sequence[int], dimensions: Set[int] | None = None
 ) -> str:
-    """Which output of micro-batches has its samples in another dimension than 0, in words, or "".
+    """Describes an output whose samples are in another dimension than 0; "" without one.
 
-    Rows that are a multiple of the samples may be samples times something (tokens of all sequences,
-    flattened), and the other dimension have that size by chance. Then it counts if the rows are one
-    of the ``dimensions`` of the input, or else it has three of its own and they are not samples
-    times one of these; without ``dimensions`` always.
+    Rows that are a multiple of the samples may be samples times another size (flattened tokens of
+    all sequences). With ``dimensions``, the sizes of the input, such an output counts only if its
+    rows are one of these sizes, or if it has three dimensions and the multiple is none of them.
     """
     leaves = flatten(outputs[0], batches=True)[0]
     if len(outputs) < 2 or all(
         isinstance(leaf, Tensor) and leaf.dim() and len(leaf) == sizes[0] for leaf in leaves
     ):
-        return ""  # nearly always
+        return ""  # the usual case
     columns = zip(*[flatten(each, batches=True)[0] for each in outputs], strict=False)
     for name, row in zip(leaf_names("output", outputs[0], batches=True), columns, strict=False):
         shapes = [tensor.shape for tensor in row if isinstance(tensor, Tensor) and tensor.dim()]
@@ -607,7 +610,7 @@ def samples_elsewhere(
 
 
 def _gathered(row: Sequence[Any], output: Any, k: int) -> Any:
-    """What the micro-batches gave at the ``k``-th leaf of the output, as one value."""
+    """The values of the micro-batches at the ``k``-th leaf of the output, as one value."""
     if batch_kind(row[0]):
         return join_batches(list(row))
     if not any(isinstance(value, Tensor) for value in row):
@@ -631,8 +634,8 @@ def _gathered(row: Sequence[Any], output: Any, k: int) -> Any:
             shapes = ", ".join(map(described, row))
             wrong = (
                 f"cannot be concatenated along dimension 0, the micro-batches gave {shapes}: "
-                f"{error}. Bring the other dimensions to one size (pad them) in the last layer, "
-                "and samples into dimension 0."
+                f"{error}. In the last layer, pad the other dimensions to one size, and move "
+                "samples to dimension 0."
             )
     raise ValueError(f"{leaf_names('output', output, batches=True)[k]} {wrong}")
 
@@ -658,7 +661,7 @@ def _same_tensor(a: Tensor, b: Any) -> bool:
 
 
 def places_of(module: nn.Module) -> Iterator[tuple[nn.Module, dict[str, Any], str, Tensor]]:
-    """All parameters and buffers where they are: the module, its dict of them, the name there."""
+    """Yields ``(submodule, its _parameters or _buffers, name, tensor)`` for all tensors."""
     for part in module.modules():
         for held in (part._parameters, part._buffers):
             for name, tensor in held.items():
@@ -667,15 +670,15 @@ def places_of(module: nn.Module) -> Iterator[tuple[nn.Module, dict[str, Any], st
 
 
 def storage_of(tensor: Tensor) -> int:
-    """A number that tells the memory of tensors apart."""
+    """A number that identifies the memory of a tensor."""
     try:
         return int(tensor.untyped_storage()._cdata)
-    except (NotImplementedError, RuntimeError):  # sparse tensors and the like have none
+    except (NotImplementedError, RuntimeError):  # for example, sparse tensors have no storage
         return id(tensor)
 
 
 def extent(tensor: Tensor) -> tuple[int, int]:
-    """The first byte of a tensor in its storage, and the one after the last."""
+    """The range of bytes of a tensor in its storage, ``(start, stop)``."""
     start = int(tensor.storage_offset()) * tensor.itemsize
     if not tensor.numel():
         return start, start
@@ -685,7 +688,7 @@ def extent(tensor: Tensor) -> tuple[int, int]:
 
 
 def overlap(a: Tensor, b: Tensor) -> bool:
-    """Whether two tensors may share memory: one storage, where they reach over common bytes."""
+    """Whether two tensors may share memory: their ranges in one storage overlap."""
     if storage_of(a) != storage_of(b):
         return False
     if a.layout is not torch.strided:
@@ -695,7 +698,7 @@ def overlap(a: Tensor, b: Tensor) -> bool:
 
 
 def place_of(tensor: Tensor) -> Any:
-    """What two tensors have in common that are the same part of the same memory."""
+    """A key that is equal for tensors with the same memory, shape, strides and dtype."""
     if tensor.layout is not torch.strided:
         return id(tensor)
     region = (tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype)
@@ -703,8 +706,8 @@ def place_of(tensor: Tensor) -> Any:
 
 
 def storage_users(tensor: Tensor) -> int:
-    """How many tensors use the memory of one, itself included; 0 where it has no storage."""
-    if not torch._C._has_storage(tensor):  # a sparse one
+    """The number of tensors that use the storage of one, itself included; 0 without a storage."""
+    if not torch._C._has_storage(tensor):  # for example, a sparse tensor
         return 0
     return int(torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)) - _OWN_COUNT
 
@@ -714,28 +717,28 @@ _OWN_COUNT = storage_users(torch.empty(1)) - 1
 
 
 def is_slice(tensor: Tensor) -> bool:
-    """Whether it is a part of a larger memory, with others that count versions with it."""
+    """Whether a tensor is a part of a larger storage, whose tensors may share version counters."""
     has_storage = bool(torch._C._has_storage(tensor))
     return has_storage and tensor.untyped_storage().nbytes() > tensor.nbytes
 
 
 def own_storage(tensor: Tensor) -> Tensor:
-    """A tensor to keep: a copy if it is a part of a larger memory, which would stay as well."""
+    """A tensor to keep: a copy if it is a slice, which would keep a larger storage alive."""
     return tensor.clone() if type(tensor) is Tensor and is_slice(tensor) else tensor
 
 
 def with_class_of(tensor: Tensor, value: Tensor) -> Tensor:
-    """A value as one of the class of ``tensor``, and with the very same attributes."""
+    """``value`` as an instance of the class of ``tensor``, which shares its attributes."""
     value = value if type(value) is type(tensor) else value.as_subclass(type(tensor))
     value.__dict__ = tensor.__dict__
     return value
 
 
 def clones(tensors: list[Tensor]) -> list[Tensor]:
-    """Copies of tensors; those that are one (``(x, x)``) stay one.
+    """Copies of tensors. Tensors that are the same, as in ``(x, x)``, have one copy.
 
-    Kernels go by strides and by the alignment of memory, and the last bit by the kernel. So the
-    copies have both from the originals.
+    Copies keep strides and the alignment of memory, because kernels are chosen by these, and
+    kernels differ in the last bit of results.
     """
     made: dict[Any, Tensor] = {}
     return [
@@ -766,9 +769,9 @@ def _clone(tensor: Tensor) -> Tensor:
 
 
 class _Exact(torch.autograd.Function):
-    """A copy in memory of the same layout, also of tensors that are expanded or have gaps.
+    """Copies a tensor into memory of the same layout, also if it is expanded or has gaps.
 
-    What is conjugated or negated only when it is read stays so.
+    Lazy conjugation and negation stay lazy.
     """
 
     @staticmethod

@@ -314,7 +314,7 @@ OUTPUTS = [
         *[(lambda last=last: two(last)(N), ValueError, message) for last, message in OUTPUTS],
         (lambda: gather([UserDict({"a": torch.ones(2)}), Default(None, a=torch.ones(2))]),
          ValueError, r"differ in structure: .* UserDict.* Default"),
-        (lambda: two()(Once({"x": X})), TypeError, "Once cannot be made anew"),
+        (lambda: two()(Once({"x": X})), TypeError, "Once cannot be copied with"),
     ],
 )  # fmt: skip
 def test_what_cannot_be_cut_or_put_together_is_refused(call, error, message):
