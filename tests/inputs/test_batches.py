@@ -287,11 +287,11 @@ def test_block_masks_and_caches_are_refused_with_the_reason() -> None:
 
     mask, x = flex.create_block_mask(same, 4, None, 128, 128, device="cpu"), torch.rand(4, 4)
     with pytest.raises(
-        TypeError, match=r"BlockMask, holds .* create_block_mask of tensors that are"
+        TypeError, match=r"BlockMask, holds .* create_block_mask from tensors that are"
     ):
         piped(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)))((x, mask))
     with pytest.raises(
-        ValueError, match=r"mask is a BlockMask, .* at mask\.kv_num_blocks .* asks for"
+        ValueError, match=r"mask is a BlockMask, .* at mask\.kv_num_blocks .* takes the index"
     ):
         sequential(Attends(), x, mask)
     with pytest.raises(ValueError, match=r"mask is a Cache, .* mask\.layers\[0\] .* Leave it out"):
@@ -310,6 +310,6 @@ def test_what_is_registered_is_checked() -> None:
 
     syncpipe.register_batch(Short, len, lambda each, sizes: [each] * len(sizes), list.__add__)
     with pytest.raises(
-        ValueError, match=r"register_batch\(Short, .* of 2, 2 samples, and gave 4, 4"
+        ValueError, match=r"register_batch\(Short, .* of 2, 2 samples, and returned 4, 4"
     ):
         scatter(Short([torch.rand(1)] * 4), 2)
