@@ -406,7 +406,7 @@ def repeated_batch(batch: Any, size: int) -> Any:
     own = samples_of(batch) or 1
     times, rest = divmod(size, own)
     part = cut_batch(batch, [rest, own - rest])[:1] if rest else []
-    return join_batches([batch] * times + part)
+    return join_batches([*[batch] * times, *part])
 
 
 def _shares(leaf: Any, chunks: int) -> list[int]:
