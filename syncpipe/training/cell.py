@@ -91,7 +91,7 @@ class Cell:
     output_cut: GraphCut | None = None  # start of the loss's graph, if it is not the cell's
     target_cut: GraphCut | None = None  # if a target needs a gradient
     targets: Sequence[Tensor] = ()
-    weight_gradients: WeightGradients | None = None  # if the backward is split
+    deferred: WeightGradients | None = None  # if the backward is split
 
     def __init__(self, flags: Sequence[Sequence[bool]]) -> None:
         self.flags = flags  # for each incoming edge
@@ -334,7 +334,7 @@ class Accumulated(Leaves):
         new = self.unknown_leaves(j, map(_node_of, roots), *(cuts or (cell.cut,)))
         if new:
             self.adopt(j, new)
-        run = go_back if cell.weight_gradients is None else cell.weight_gradients.go_back
+        run = go_back if cell.deferred is None else cell.deferred.go_back
         run(roots, grads)
 
     def pop_grads(self, j: int, leaves: Sequence[Tensor]) -> list[Tensor | None]:

@@ -16,7 +16,7 @@ from __future__ import annotations
 import math
 import numbers
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -254,18 +254,17 @@ class LossHead:
     """Takes the outputs of the last stage, on the worker of that stage, or those of its replicas.
 
     Replicas change the shared state under a lock, and no result depends on their order. The loss
-    function runs outside the lock. Without an ``objective`` there are outputs only. ``keep`` gets
-    the arguments of the loss function, on the first worker, and returns tensors that the caller
-    will use.
+    function runs outside the lock. Without an ``objective`` there are outputs only. A ``check``
+    keeps arguments of the loss function, those of the first worker.
     """
 
     graph_outputs = staticmethod(distinct)  #: the tensors of an output that may get gradients
 
     def __init__(
         self, call: Call, objective: Any, leaves: Any = None, *, keep_outputs: bool,
-        keep: Callable[[int, Any, Any], Any] | None = None,
+        check: Any = None,
     ) -> None:  # fmt: skip
-        self._call, self._objective, self._leaves, self._keep = call, objective, leaves, keep
+        self._call, self._objective, self._leaves, self.check = call, objective, leaves, check
         self._lock = threading.Lock()
         self._weights_at_start = None if objective is None else objective.known_weights
         self._weights_of: dict[int, Any] = {}  # the same on the device of each replica
@@ -313,8 +312,8 @@ class LossHead:
     def _loss(self, j: int, i: int, given: tuple[Any, Any]) -> tuple[Tensor, float]:
         objective = self._objective
         try:
-            if self._keep is not None and j == self._call.pipeline.replica_indices[-1][0]:
-                self._call.release_to_caller(j, self._keep(i, *given))
+            if self.check is not None and j == self._call.pipeline.replica_indices[-1][0]:
+                self._call.release_to_caller(j, self.check.keep(i, *given))
             # A backward by loss_fn may reach no cut, so .grad of a parameter reveals it. (Its
             # version would not: that of a flat buffer counts other writes, too.)
             before = None if (probe := self._probes.get(j)) is None else probe.grad

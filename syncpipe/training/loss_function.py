@@ -94,8 +94,6 @@ def known_loss(
         TypeError: ``loss_fn`` is not callable, or ``weight`` is no function and no sequence.
         ValueError: the arguments contradict each other.
     """
-    if loss_fn is None:
-        raise TypeError("loss_fn is missing: write train_batch(input, target, loss_fn=...)")
     if isinstance(loss_fn, type) and issubclass(loss_fn, nn.Module):
         raise TypeError(
             f"loss_fn={loss_fn.__name__} is a class: give an instance, "

@@ -45,7 +45,7 @@ from syncpipe.runtime.recomputation import version_of
 from syncpipe.runtime.streams import moved
 from syncpipe.schedules.schedule import Kind
 from syncpipe.schedules.stream import Extent, StreamSteps, Versions, version_used, versions_kept
-from syncpipe.stages.call import Call, send_tree
+from syncpipe.stages.call import Call
 from syncpipe.stages.pipeline import Pipeline
 from syncpipe.stages.run import StageRun
 from syncpipe.stages.sharing import substitute, swaps_of
@@ -160,11 +160,12 @@ def stream(
         if not (source.results or source.metrics):
             raise ValueError("data_iter gave no mini-batch, so there is nothing to train")
         found = [source.results[batch] for batch in sorted(source.results)]
+        losses = [*source.blocks, *[loss for loss, _ in found]]
         device = pipeline.workers[pipeline.worker_of[pipeline.results]].device
         rows = [[weights[number] for number in numbers] for numbers in pipeline.replica_indices]
         with torch.no_grad():
             return Streamed(
-                torch.cat([moved(loss.reshape(-1), device) for loss in source.losses(found)]),
+                torch.cat([moved(loss.reshape(-1), device) for loss in losses]),
                 source.metrics + [metrics for _, metrics in found],
                 optimizers,
                 [
@@ -496,6 +497,7 @@ class _MiniBatches(FromIterator):
         extent: the number of micro-batches, as far as it is known.
         results: mini-batch -> its detached loss and its metrics, or None; of the latest ones.
         metrics: the metrics of the mini-batches before these.
+        blocks: the losses of those, stacked, as a tensor needs half a kilobyte and its number.
     """
 
     known_weights = None  # each Objective has its own
@@ -510,8 +512,7 @@ class _MiniBatches(FromIterator):
         self._most = math.inf if steps is None else (steps - 1) * chunks
         self.results: dict[int, tuple[Tensor, dict[str, Any] | None]] = {}
         self.metrics: list[dict[str, Any] | None] = []
-        #: The losses before these, stacked: a tensor takes half a kilobyte more than its number.
-        self._blocks: list[Tensor] = []
+        self.blocks: list[Tensor] = []
         self._one_worker = replicas == 1  # which computes all losses, in order
         self._objectives: dict[int, Objective] = {}  # of mini-batches in flight
         self._noted: dict[int, tuple[Any, ...]] = {}
@@ -556,9 +557,6 @@ class _MiniBatches(FromIterator):
             objective.known_weights = list(map(float, weights)), float(total)
         return cut
 
-    def pull(self, i: int) -> Any:
-        return self._waiting.pop(i)
-
     def root_and_gradient(self, i: int, *args: Any) -> tuple[Tensor, float]:
         """As of an ``Objective``, for micro-batch ``i`` of the stream."""
         batch, k = divmod(i, self.chunks)
@@ -584,14 +582,11 @@ class _MiniBatches(FromIterator):
                 self.results[batch] = self._noted[i] = objective.loss(), objective.metrics()
                 if self._one_worker and len(self.results) == _BLOCK_SIZE:
                     found = list(self.results.values())
-                    self._blocks.append(torch.stack([loss for loss, _ in found]))
+                    self.blocks.append(torch.stack([loss for loss, _ in found]))
                     self.metrics += [metrics for _, metrics in found]
                     self.results.clear()
-                    self._noted[i] += (self._blocks[-1],)
+                    self._noted[i] += (self.blocks[-1],)
         return root
-
-    def losses(self, found: list[tuple[Tensor, Any]]) -> list[Tensor]:
-        return [*self._blocks, *[loss for loss, _ in found]]
 
     def records(self, i: int) -> tuple[Any, ...]:
         """The tensors of a micro-batch that the caller will use; call once for each."""
@@ -652,9 +647,6 @@ class _StreamTask(TrainingTask):
         """Sends the gradients of a replica to the owner; None if it had no mini-batch."""
         grads = self._weights[j].pop_grads() if i < self._stream.extent.backwards else None
         return [self._message_to(j, self._pipeline.stages[j].j, grads)]
-
-    def _message_to(self, j: int, other: int, value: Any) -> Message:
-        return Message(*send_tree(self.call.streams_of[j], self.call.streams_of[other], value))
 
     def _update(self, j: int, i: int, messages: list[Message]) -> list[Message]:
         owner, *others = self._pipeline.replica_indices[self._pipeline.stages[j].j]

@@ -155,17 +155,15 @@ class TrainingTask:
             outputs = run.forward(i, given, owners, target)
         if self._leaves is not None and self._leaves.inspects:
             self._leaves.inspect(j, outputs, cell.cut)
-        passed: Sequence[int] = ()
-        if owners or rematerialize or self._first[j]:
-            borrowed = rematerialize or self._first[j]
-            passed = passthrough_flags(
-                inputs, owners, outputs, all_borrowed=borrowed, target=target
-            )
+        sent: Sequence[int] = ()
+        borrowed = rematerialize or self._first[j]
+        if owners or borrowed:
+            sent = passthrough_flags(inputs, owners, outputs, all_borrowed=borrowed, target=target)
         renorms = run.stage.changes.renorming
         if not self._last[j] and (
             type(outputs[0]) is not Tensor or outputs[0].grad_fn is None or outputs[1] or renorms
         ):
-            outputs, passed = own_memory(inputs, outputs, passed, all_leaves=bool(renorms))
+            outputs, sent = own_memory(inputs, outputs, sent, all_leaves=bool(renorms))
         del given, inputs, target
         if call.state.grad:
             self._cells[j][i] = cell
@@ -175,7 +173,7 @@ class TrainingTask:
                 target = call.to_stage(target, j, ready)
             self._head.take(j, i, outputs[0], target, cell)
             return []
-        made = self._send_outputs(j, i, outputs, passed, cell)
+        made = self._send_outputs(j, i, outputs, sent, cell)
         if self._ties is not None:
             receivers = self._ties.receivers[j]
             if cell.recomputation is None:
@@ -206,13 +204,13 @@ class TrainingTask:
             return value
 
     def _send_outputs(
-        self, j: int, i: int, outputs: Inputs, passed: Sequence[int], cell: Cell
+        self, j: int, i: int, outputs: Inputs, sent: Sequence[int], cell: Cell
     ) -> list[Message]:
         """One message with an output or skip for each outgoing edge."""
         output, skips = outputs
         owners: Sequence[Sequence[int]] = ((),)
-        if passed or skips or type(output) is not Tensor:
-            owners = sent_flags(outputs, passed)
+        if sent or skips or type(output) is not Tensor:
+            owners = sent_flags(outputs, sent)
         messages: list[Message] = []
         for edge in self._pipeline.outgoing[j]:
             value, k = (output, 0) if edge.skip is None else (skips[edge.skip], 1 + edge.skip)
@@ -254,9 +252,7 @@ class TrainingTask:
         go_back = self._go_back
         if (i, j) in self._splits:
             streams = self.call.streams_of[j]
-            cell.weight_gradients = self._deferred[j][i] = WeightGradients(
-                streams, self._ordinary[j]
-            )
+            cell.deferred = self._deferred[j][i] = WeightGradients(streams, self._ordinary[j])
         if profiler._is_profiler_enabled:
             go_back = partial(as_range, f"syncpipe backward stage {j} micro-batch {i}", go_back)
         try:
@@ -312,17 +308,17 @@ class TrainingTask:
 
     def _reduce(self, j: int, i: int, messages: list[Message]) -> list[Message]:
         """Sends the gradients of a replica to the first one, which adds them to its own."""
-        replicas, streams_of = self.call.replicas, self.call.streams_of
-        assert replicas is not None
-        trained = replicas.trained[j]
+        assert self.call.replicas is not None
+        trained = self.call.replicas.trained[j]
         if i > 0:
             grads = self._leaves.pop_grads(j, trained)
-            return [
-                Message(*send_tree(streams_of[j], streams_of[self._pipeline.stages[j].j], grads))
-            ]
+            return [self._message_to(j, self._pipeline.stages[j].j, grads)]
         for message in messages:  # replica 1, 2, ...
             self._leaves.add(j, trained, message.value)
         return []
+
+    def _message_to(self, j: int, other: int, value: Any) -> Message:
+        return Message(*send_tree(self.call.streams_of[j], self.call.streams_of[other], value))
 
     def _release_grads(self, j: int, cut: GraphCut) -> list[Tensor | None]:
         grads = [None if grad is None else own_storage(grad) for grad in cut.grads]
@@ -375,8 +371,7 @@ def train(
             call = Call(pipeline, source.m, **running)
             leaves = Accumulated(call)
             check = counts.check(objective, source.targets, verify)
-            keep = None if check is None else check.keep
-            head = LossHead(call, objective, leaves, keep_outputs=return_outputs, keep=keep)
+            head = LossHead(call, objective, leaves, keep_outputs=return_outputs, check=check)
             watch = None
             if averaging is not None:
                 watch = averaging.begin(plan, leaves, objective)
@@ -395,9 +390,7 @@ def train(
                 call.run(steps, task)
 
             run_and_undo(run, map(OrderedDict.update, places, hooks))
-            results = _results(call, head, objective, source)
-            if check is not None:
-                counts.compare(check, common_leaves_of(pipeline), draws=any(head.draws.values()))
+            results = _results(call, head, objective, source, counts)
             _finish_gradients(task, head, objective, leaves, averaging)
             for leaf, saved in zip(hooked, hooks, strict=True):
                 for hook in saved.values() if leaf.grad is not None else ():
@@ -466,14 +459,11 @@ def evaluate(
     def run() -> Any:
         call = Call(pipeline, source.m, **running)
         check = None if objective is None else counts.check(objective, source.targets, verify)
-        keep = None if check is None else check.keep
-        head = LossHead(call, objective, keep_outputs=objective is None, keep=keep)
+        head = LossHead(call, objective, keep_outputs=objective is None, check=check)
         task = TrainingTask(call, source, head)
         steps = forward_steps(pipeline.edges, source.m, pipeline.placement)
         call.run(steps, task)
-        results = _results(call, head, objective, source)
-        if check is not None:
-            counts.compare(check, common_leaves_of(pipeline), draws=any(head.draws.values()))
+        results = _results(call, head, objective, source, counts)
         if weighed is not None and objective is not None:
             weighed(objective)
         return results
@@ -505,8 +495,10 @@ def common_leaves_of(pipeline: Pipeline) -> Collection[int]:
     return common_outputs(pipeline.stages[pipeline.n - 1].partition)
 
 
-def _results(call: Call, head: LossHead, objective: Objective | None, source: Source) -> Any:
-    """The return value: loss, outputs, metrics, or a tuple of these."""
+def _results(
+    call: Call, head: LossHead, objective: Objective | None, source: Source, counts: LossCounts
+) -> Any:
+    """Checks the loss; returns loss, outputs, metrics, or a tuple of these."""
     pipeline = call.pipeline
     with torch.no_grad():
         loss = metrics = None
@@ -517,6 +509,8 @@ def _results(call: Call, head: LossHead, objective: Objective | None, source: So
         outputs = head.outputs
         if outputs is not None:
             outputs = join_outputs(pipeline, call.collect_outputs(outputs), source)
+    if head.check is not None:
+        counts.compare(head.check, common_leaves_of(pipeline), draws=any(head.draws.values()))
     if loss is None:
         return outputs
     present = (True, head.outputs is not None, bool(metrics))
