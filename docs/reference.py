@@ -1,9 +1,8 @@
-"""Writes docs/reference.md: every public name, its signature and the first line of its docstring.
+"""Writes docs/reference.md: every public name, its signature, the first sentence of its docstring,
+its arguments, what it returns and what it raises.
 
     python docs/reference.py          # writes it
     python docs/reference.py --check  # fails if it is stale
-
-The rest of a docstring (arguments, shapes, units, errors) is shown by ``help(syncpipe.Pipe)``.
 """
 
 from __future__ import annotations
@@ -11,11 +10,12 @@ from __future__ import annotations
 import dataclasses
 import importlib
 import inspect
+import re
 import sys
 from collections.abc import Iterator
 from enum import Enum
 from pathlib import Path
-from textwrap import fill
+from textwrap import dedent, fill
 from typing import Any, Literal, get_args, get_origin
 
 PAGE = Path(__file__).with_name("reference.md")
@@ -23,9 +23,9 @@ PACKAGES = ["", "checkpoints", "skip", "balance", "planner", "schedules", "timel
 HEAD = """\
 # Reference
 
-Every public name with its signature and what it does, made from the docstrings by
-`python docs/reference.py`. The rest, arguments, shapes, units and errors, is in the docstrings:
-`help(syncpipe.Pipe.train_batch)`, or a tooltip of your editor.
+Every public name with its signature, what it does, its arguments, results and errors.
+`python docs/reference.py` makes this page from the docstrings. `help(syncpipe.Pipe.train_batch)`
+prints the whole docstring, with examples.
 """
 
 
@@ -45,27 +45,44 @@ def page() -> str:
 
 
 def entries(name: str, found: Any) -> Iterator[str]:
-    """The lines of one name, and of the members of a class."""
+    """The sections of one name, and of the members of a class."""
+    yield f"### {name}\n"
     if not callable(found):
-        yield item(name, f"A `{type(found).__name__}`.")
+        yield f"A `{type(found).__name__}`.\n"
         return
     if get_origin(found) is Literal:
-        yield item(name, f"One of {', '.join(map(repr, get_args(found)))}.")
+        yield f"One of {', '.join(f'`{value!r}`' for value in get_args(found))}.\n"
         return
     plain = isinstance(found, type) and issubclass(found, Enum | Exception)
-    yield item(name if plain else name + signature(found), first_line(found))
+    yield from described(name, found, "" if plain else signature(found))
     if inspect.isclass(found):
         for member, value in members(found):
             shown = "" if isinstance(value, property) or not callable(value) else signature(value)
-            text = first_line(value.fget if isinstance(value, property) else value)
-            yield item(f".{member}{shown}", text, indent="  ")
+            yield f"#### {name}.{member}\n"
+            yield from described(member, getattr(value, "fget", None) or value, shown)
 
 
-def item(code: str, text: str, indent: str = "") -> str:
-    """One entry of a list; the code is not broken, however long it is."""
-    inside = indent + "  "
-    text = fill(text, 100, initial_indent=inside, subsequent_indent=inside)
-    return f"{indent}- `{code}`\n{text}\n"
+def described(name: str, found: Any, shown: str) -> Iterator[str]:
+    """Signature, first sentence, arguments, results and errors of one docstring."""
+    if shown:
+        line = fill(f"{name}{shown}", 100, subsequent_indent="    ", break_long_words=False)
+        yield f"```text\n{line}\n```\n"
+    text = re.sub(r":\w+:`[~.]*([^`]*)`", r"`\1`", inspect.getdoc(found) or "").replace("``", "`")
+    yield wrapped(text.split("\n\n")[0].removesuffix("::")) + "\n"
+    for title, body in re.findall(r"^(\w+):\n((?:(?:    .*)?\n?)+)", text, flags=re.M):
+        if title == "Returns":
+            yield wrapped(f"Returns: {body}") + "\n"
+        elif title in ("Args", "Raises"):
+            begin = "- Raises " if title == "Raises" else "- "
+            for part in re.split(r"^(?=\S)", dedent(body).strip(), flags=re.M):
+                if part:
+                    yield wrapped(begin + re.sub(r"^([\w*, ]+): ", r"`\1`: ", part), "  ")
+            yield ""
+
+
+def wrapped(text: str, indent: str = "") -> str:
+    """A paragraph in lines of 100 characters."""
+    return fill(" ".join(text.split()), 100, subsequent_indent=indent, break_long_words=False)
 
 
 def members(kind: type) -> Iterator[tuple[str, Any]]:
@@ -111,12 +128,6 @@ def shown(default: Any) -> Any:
     """A default without an address or a long list in it."""
     missing = default is inspect.Parameter.empty
     return default if missing or (len(text := repr(default)) < 40 and " at 0x" not in text) else ...
-
-
-def first_line(found: Any) -> str:
-    """The first sentence, or line, of a docstring."""
-    text = (inspect.getdoc(found) or "").split("\n\n")[0]
-    return " ".join(text.split()).removesuffix("::")
 
 
 if __name__ == "__main__":

@@ -133,7 +133,7 @@ def test_the_reference_is_what_the_docstrings_say() -> None:
     assert page == text, "it is stale: python docs/reference.py"
     for package in ("", "skip", "balance", "planner", "schedules", "timeline", "distributed"):
         module = importlib.import_module(f"syncpipe.{package}".rstrip("."))
-        assert all(re.search(rf"^- `{name}\b", text, flags=re.M) for name in module.__all__)
+        assert all(re.search(rf"^### {name}$", text, flags=re.M) for name in module.__all__)
 
 
 def test_what_to_read_is_there_and_short() -> None:
