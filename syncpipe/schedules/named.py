@@ -112,7 +112,7 @@ def _checked_layout(
     line = tuple(range(max(single) + 1))
     wanted = line + line[::-1] if shape == "v" else line * (len(single) // len(line))
     if single != wanted:
-        where, example = "two stages on each device, which go there and back", [*line, *line[::-1]]
+        where, example = "two stages on each device, in a V", [*line, *line[::-1]]
         if shape == "rounds":
             where, example = "stages that go round the devices evenly", [*line, *line]
         raise ValueError(
@@ -225,8 +225,9 @@ def _with_slots(
 ) -> Schedule:
     """On stage ``j``, ``counts[j]`` forwards, then a backward and a forward in turn.
 
-    Split backwards have ``counts[0]`` micro-batches in flight on each stage. Counts include all
-    replicas. A number is for the devices from a stage on, once (1) or both ways (2), or none (0).
+    Split backwards keep ``counts[0]`` micro-batches in flight on each stage. Counts are for all
+    replicas of a stage together. As a number, ``counts`` is 1 or 2 for the devices from a stage on,
+    passed once or there and back, and 0 for one micro-batch.
     """
     if isinstance(counts, int):
         passes, counts, depth = counts, [], 0
@@ -248,8 +249,8 @@ def _stage_order(m: int, j: int, back: Kind, first: int, delay: int) -> tuple[Ac
 def looped_bfs(m: int, device_of: Placement) -> Schedule:
     """Breadth first: GPipe, one stage of a device after the other.
 
-    With ``p`` devices and ``v`` stages on each the bubble is ``(p-1) / (v m + p-1)`` for every ``m
-    >= p``; all ``m`` micro-batches are in flight. The last one goes backward first.
+    With ``p`` devices and ``v`` stages on each the bubble is ``(p-1) / (v m + p-1)`` if ``m`` is
+    at least ``p``; all ``m`` micro-batches are in flight. The last one goes backward first.
     Source: Lamy-Poirier 2022, Breadth-First Pipeline Parallelism.
     """
     devices = _checked_layout("looped_bfs", "rounds", m, device_of)
@@ -460,7 +461,7 @@ SCHEDULES: dict[str, Callable[[int, Any], Schedule]] = {
 }  # fmt: skip
 
 
-# --- from what people write ---------------------------------------------------------------------
+# --- from a ScheduleLike to a valid schedule --------------------------------------------------
 
 #: A name in :data:`SCHEDULES`, the path of a CSV file, a schedule, or a function that returns a
 #: schedule for ``m`` micro-batches and stages on the devices ``device_of``.

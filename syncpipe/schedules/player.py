@@ -189,10 +189,7 @@ def play(
     left, free = list(map(iter, rows)), [0.0] * len(rows)
     waiting = [next(row, None) for row in left]
     links = [[0.0] * len(rows) for _ in rows]
-    sweep = [
-        *range(len(rows)),
-        *reversed(range(len(rows))),
-    ]  # activations, then gradients
+    sweep = [*range(len(rows)), *reversed(range(len(rows)))]  # both directions
     moved = True
     while moved:
         moved = False
@@ -245,7 +242,7 @@ def lower_bound(
     """Lower bound of the makespan of any order of these actions; see docs/planning.md.
 
     A device waits for the first micro-batch, does all its work, and its last gradient goes back to
-    the first stage. ``taken``: for each device a lower bound that replaces that of its work.
+    the first stage. ``taken``: for each device another bound of its work, used if it is larger.
     """
     last, work, late = costs.last or costs, list[float](), list[float]()
     for j, count in enumerate(recomputed):

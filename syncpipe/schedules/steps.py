@@ -76,18 +76,18 @@ def in_serial_order(rows: Iterable[Iterable[Step]]) -> Iterator[Step]:
 
     A row may be a generator; it is advanced when its last step has run.
     """
-    left = [iter(row) for row in rows]
-    heads = [next(row, None) for row in left]
-    there: set[int] = set()
+    iterators = [iter(row) for row in rows]
+    heads = [next(row, None) for row in iterators]
+    arrived: set[int] = set()
     ran = True
     while ran:
         ran = False
-        for k, row in enumerate(left):
+        for k, row in enumerate(iterators):
             step = heads[k]
-            if step is not None and there.issuperset(step.needs):
+            if step is not None and arrived.issuperset(step.needs):
                 yield step
-                there.difference_update(step.needs)
-                there.update(step.sends)
+                arrived.difference_update(step.needs)
+                arrived.update(step.sends)
                 heads[k], ran = next(row, None), True
     for step in filter(None, heads):
         raise RuntimeError(f"deadlock in this schedule: {step.action} can never start")
@@ -103,8 +103,7 @@ def replica_indices(worker_of: Devices) -> list[tuple[int, ...]]:
 def forward_steps(edges: tuple[Edge, ...], m: int, worker_of: Devices) -> Steps:
     """The steps of the forward half of :func:`.gpipe`.
 
-    A single worker takes one micro-batch after another through all stages, as the original model
-    does.
+    A single worker takes each micro-batch through all stages before the next one.
     """
     steps = training_steps(edges, gpipe(m, worker_of), (0,) * len(worker_of))
     return Steps(tuple([tuple([s for s in row if s.what[0] == "forward"]) for row in steps.of]))
@@ -119,8 +118,7 @@ def training_steps(
 
     The first ``rematerialized[j]`` micro-batches of stage ``j`` are recomputed, as an action that
     needs no message and so starts before the gradient arrives. Each replica sends its summed
-    gradients after its last action; the first replica adds them, in order, after all its other
-    actions.
+    gradients after its last action. The first replica adds them, in order, as its last action.
     """
     program = schedule.recomputing(rematerialized)
     for j in reversed(range(schedule.n)):
@@ -128,20 +126,19 @@ def training_steps(
         for i, d in enumerate(devices[: schedule.m] if len(devices) > 1 else ()):
             last = max(k for k, action in enumerate(program[d]) if action.j == j)
             program[d].insert(last + 1 if i else len(program[d]), Action("reduce", i, j))
-    numbers = replica_indices(schedule.device_of)
-    step = step_maker(edges, schedule.device, numbers, schedule.m, returns=returns)
+    indices = replica_indices(schedule.device_of)
+    step = step_maker(edges, schedule.device, indices, schedule.m, returns=returns)
     return Steps(tuple([tuple(map(step, row)) for row in program]))
 
 
 def step_maker(
     edges: Sequence[Edge], worker_of: Callable[[int, int], int],
-    numbers: Sequence[tuple[int, ...]], m: int = 0, *, returns: Sequence[Edge] = (),
+    indices: Sequence[tuple[int, ...]], m: int = 0, *, returns: Sequence[Edge] = (),
 ) -> Callable[[Action], Step]:  # fmt: skip
     """Return a function that compiles an action to a step.
 
-    ``worker_of`` is for cells, ``numbers`` has for each stage the indices of its replicas, and
-    ``m`` matters with replicas only. Edges are numbered from 0. ``returns`` are numbered after them
-    and carry gradients only.
+    ``worker_of`` maps a cell to its worker, ``indices`` a stage to those of its replicas; ``m`` is
+    needed with replicas only. ``returns``, for gradients only, are numbered after the edges.
     """
     size, both = len(edges) + len(returns), [*edges, *returns]
 
@@ -161,10 +158,10 @@ def step_maker(
         )
         workers = [worker_of(i, edge.source if back else edge.target) for edge in out]
         if kind == "reduce":  # the gradient sums of replicas are numbered after all other messages
-            sums = [2 * m * size + number for number in numbers[j][:m]]
+            sums = [2 * m * size + index for index in indices[j][:m]]
             needs, sends = ([], [sums[i]]) if i else (sums[1:], [])
             workers = [worker_of(0, j)] * len(sends)
-        what = kind, numbers[j][i % len(numbers[j])]
+        what = kind, indices[j][i % len(indices[j])]
         return Step(what, i, tuple(needs), tuple(sends), tuple(workers))
 
     return step

@@ -1,14 +1,14 @@
 """A pipeline that never drains (PipeDream): which weights a cell uses, and what runs when.
 
-Each stage takes one backward and one forward in turn, and updates its weights after the backwards
-of each mini-batch. *Version* ``v`` are the weights of a stage after ``v`` updates. With ``n = 3``,
-one mini-batch at a time::
+Each stage runs a backward and a forward in turn, and updates its weights after the backwards of
+each mini-batch. *Version* ``v`` are the weights of a stage after ``v`` updates. With ``n = 3``, and
+one micro-batch per mini-batch::
 
     stage 0   F0 F1 F2 B0 U1 F3 B1 U2 F4 B2 U3 ...      F2 and B2 use version 0, F3 and B3 version 1
     stage 1      F0 F1 B0 U1 F2 B1 U2 F3 B2 U3 ...      F2 and B2 use version 1
     stage 2         F0 B0 U1 F1 B1 U2 F2 B2 U3 ...      F2 and B2 use version 2
 
-A stage with replicas deals mini-batches to them in turn (1F1B with round robin), and updates once a
+Replicas of a stage take mini-batches in turn (1F1B with round robin). The stage updates once per
 round, with the mean of its gradients. With two replicas and one::
 
     stage 0, first    F0 F2    B0 U1 F4    B2 U2 ...            F0 and F2 use version 0, F4 uses 1
@@ -65,16 +65,14 @@ def _in_flight(j: int, replicas: Sequence[int]) -> int:
 
 
 class Extent:
-    """The length of a stream: on each stage the number of cells that go forward, and backward.
-    :meth:`end` is called when no mini-batch is left. The last forward cells are then empty.
-    """
+    """The length of a stream: the number of cells that go forward, and backward, on each stage."""
 
     def __init__(self, most: float = math.inf, replicas: int = 1) -> None:
         self.forwards = self.backwards = most
         self._replicas = replicas
 
     def end(self, i: int) -> None:
-        """No mini-batch is left: one empty cell per replica goes forward to notify all stages."""
+        """End before micro-batch ``i``; one empty cell per replica notifies all stages."""
         self.backwards = i
         self.forwards = i + self._replicas
 
@@ -82,22 +80,22 @@ class Extent:
 class StreamSteps:
     """The steps of one call, generated lazily; the engine uses them as a ``Steps``.
 
-    ``numbers`` has for each stage the indices of its replicas, first of the owner of the weights.
+    ``indices`` has for each stage the indices of its replicas, first of the owner of the weights.
     Each replica has its worker (or all share worker 0) and the number of micro-batches to
     recompute. Weights are updated after every ``chunks`` micro-batches and after the last one.
     """
 
     def __init__(
-        self, edges: Sequence[Edge], numbers: Sequence[tuple[int, ...]], worker_of: Sequence[int],
+        self, edges: Sequence[Edge], indices: Sequence[tuple[int, ...]], worker_of: Sequence[int],
         rematerialized: Sequence[int], extent: Extent, chunks: int = 1,
     ) -> None:  # fmt: skip
         self._rematerialized, self._extent, self._chunks = rematerialized, extent, chunks
-        self._numbers, self._worker_of = list(numbers), list(worker_of)
+        self._indices, self._worker_of = list(indices), list(worker_of)
 
         def worker(i: int, j: int) -> int:
-            return worker_of[numbers[j][i % len(numbers[j])]]
+            return worker_of[indices[j][i % len(indices[j])]]
 
-        self._step = step_maker(edges, worker, numbers)
+        self._step = step_maker(edges, worker, indices)
         self.of: tuple[Iterable[Step], ...] = (self.serial,)
         if max(worker_of) > 0:
             rows = dict(zip(worker_of, self._rows(), strict=True))
@@ -110,14 +108,14 @@ class StreamSteps:
         return in_serial_order(self._rows())
 
     def _rows(self) -> list[Iterator[Step]]:
-        places = {own[k]: (j, k) for j, own in enumerate(self._numbers) for k in range(len(own))}
-        return [self._row(*places[number]) for number in range(len(places))]
+        places = {own[k]: (j, k) for j, own in enumerate(self._indices) for k in range(len(own))}
+        return [self._row(*places[index]) for index in range(len(places))]
 
     def _row(self, j: int, k: int) -> Iterator[Step]:
         """The steps of a replica, which takes part in every round, even without a micro-batch."""
-        extent, own = self._extent, self._numbers[j]
+        extent, own = self._extent, self._indices[j]
         every = len(own)
-        ahead = every * (_in_flight(j, list(map(len, self._numbers))) - 1)
+        ahead = every * (_in_flight(j, list(map(len, self._indices))) - 1)
         for i in count(k - ahead, every):
             if i + ahead < extent.forwards:
                 yield self._step(Action("forward", i + ahead, j))
@@ -138,11 +136,11 @@ class StreamSteps:
         """The update of a replica in the round that begins with micro-batch ``i``: the owner gets
         the gradients and returns the weights.
         """
-        owner, *others = self._numbers[j]
-        gradients = [_AFTER + 2 * (i * len(self._worker_of) + number) for number in others]
-        weights = [number + 1 for number in gradients]
+        owner, *others = self._indices[j]
+        gradients = [_AFTER + 2 * (i * len(self._worker_of) + index) for index in others]
+        weights = [message + 1 for message in gradients]
         if k == 0:
-            workers = [self._worker_of[number] for number in others]
+            workers = [self._worker_of[index] for index in others]
             yield Step(("update", owner), i, tuple(gradients), tuple(weights), tuple(workers))
         else:
             own, to = others[k - 1], self._worker_of[owner]
