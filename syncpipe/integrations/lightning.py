@@ -1,8 +1,8 @@
 """A strategy for Lightning's ``Trainer``: pipes in a ``LightningModule`` stay on their devices.
 
-What this relies on. lightning: ``Strategy`` has ``connect``, ``root_device``, ``model_to_device``,
-``load_optimizer_state_dict`` and ``teardown``, and the attributes ``model``, ``optimizers`` and
-``_lightning_module``. Seen in lightning 2.6.
+It relies on these members of lightning's ``Strategy`` (seen in 2.6): ``connect``, ``root_device``,
+``model_to_device``, ``load_optimizer_state_dict``, ``teardown``, ``model``, ``optimizers`` and
+``_lightning_module``.
 """
 
 from __future__ import annotations
@@ -33,10 +33,9 @@ class PipeStrategy(SingleDeviceStrategy):  # type: ignore[misc]
         trainer = lightning.Trainer(strategy=PipeStrategy(), devices=1)
         trainer.fit(module)  # module.pipe = Pipe(...)
 
-    Batches, and modules that are in no pipe, go to the first device of the (first) pipe. Pipes are
-    neither moved nor copied; their parameters are the module's, so they go to the optimizer and
-    into checkpoints. ``training_step`` calls ``self.pipe(x)``, or ``self.pipe.train_batch`` under
-    manual optimization.
+    Batches, and modules outside pipes, go to the first device of the first pipe. Pipes are neither
+    moved nor copied. Optimizers and checkpoints get their parameters, as of any submodule.
+    ``training_step`` calls ``self.pipe(x)``, or ``self.pipe.train_batch`` with manual optimization.
 
     Args:
         options: ``accelerator``, ``checkpoint_io`` and ``precision_plugin``, as for Lightning's
@@ -55,13 +54,13 @@ class PipeStrategy(SingleDeviceStrategy):  # type: ignore[misc]
 
     @property
     def root_device(self) -> torch.device:
-        """Where batches go."""
+        """The device of batches."""
         module: nn.Module | None = self._lightning_module
         pipes = [] if module is None else [m for m in module.modules() if isinstance(m, Pipe)]
         return pipes[0].devices[0] if pipes else self._root_device
 
     def model_to_device(self) -> None:
-        """Moves what is in no pipe."""
+        """Move the modules outside pipes."""
         device, found = self.root_device, list(_outside(self.model))
         if all(map(_has_no_pipe, found)):
             raise TypeError(
@@ -72,16 +71,16 @@ class PipeStrategy(SingleDeviceStrategy):  # type: ignore[misc]
         each: Any
         for each in found:
             each._apply(lambda tensor: tensor.to(device), recurse=False)
-            if hasattr(each, "_device"):  # of Lightning, and of torchmetrics
+            if hasattr(each, "_device"):  # in modules of Lightning and torchmetrics
                 each._device = device
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        """Loads states, each to the device of its parameter."""
+        """Load states, each onto the device of its parameter."""
         for optimizer, state in zip(self.optimizers, checkpoint["optimizer_states"], strict=True):
             optimizer.load_state_dict(state)
 
     def teardown(self) -> None:
-        """Ends training; parameters and states stay where they are."""
+        """End training; parameters and states stay on their devices."""
         module, optimizers = self._lightning_module, self.optimizers
         self._lightning_module, self.optimizers = None, []
         try:
@@ -91,7 +90,7 @@ class PipeStrategy(SingleDeviceStrategy):  # type: ignore[misc]
 
 
 def _outside(module: nn.Module) -> Iterator[nn.Module]:
-    """The modules in no pipe, each once."""
+    """The modules outside pipes, each once."""
     seen = {id(m) for pipe in module.modules() if isinstance(pipe, Pipe) for m in pipe.modules()}
     return (each for each in module.modules() if id(each) not in seen)
 

@@ -1,14 +1,13 @@
-"""A pipe in the ``Trainer`` of transformers, in those of TRL, and in subclasses of these.
+"""A pipe in the ``Trainer`` of transformers, in TRL's trainers, and in subclasses of these.
 
-    trainer.train() -> create_optimizer -> the sample: what compute_loss calls the model with
+    trainer.train() -> create_optimizer -> sample: the arguments of the model in compute_loss
                                         -> Pipe.auto(model with its loss, sample)
     compute_loss    -> model(**inputs)  -> model.forward, which is a PipedForward: runs the pipe
 
-What this relies on. transformers: ``Trainer`` calls ``create_accelerator_and_postprocess``,
-``_move_model_to_device``, ``create_optimizer``, ``training_step``, ``prediction_step`` and
-``compute_loss``; a ``forward`` set on a model is called. accelerate: ``Accelerator`` has
-``device_placement`` and ``num_processes``, and wraps the ``forward`` that it finds. Seen in
-transformers 5.24, TRL 1.16 and accelerate 1.15.
+It relies on this (seen in transformers 5.24, TRL 1.16, accelerate 1.15): ``Trainer`` calls
+``create_accelerator_and_postprocess``, ``_move_model_to_device``, ``create_optimizer``,
+``training_step``, ``prediction_step``, ``compute_loss``, and a ``forward`` set on the model;
+``Accelerator`` has ``device_placement`` and ``num_processes``, and wraps the model's ``forward``.
 """
 
 from __future__ import annotations
@@ -36,17 +35,17 @@ __all__ = ["LossModel", "pipelined"]
 
 _Trainer = TypeVar("_Trainer", bound=type)
 _Tree = TypeVar("_Tree")
-#: For the time of one loss, on the worker that computes it: the outputs of the model.
+#: The model and its outputs, while a worker computes a loss.
 _OUTPUTS: ContextVar[Any] = ContextVar("syncpipe_outputs", default=None)
-_IGNORED = -100  # the label of what no loss counts
+_IGNORED = -100  # the label that losses ignore
 
 
 class LossModel(nn.Module):
-    """A model with the loss that it computes of ``labels``, for ``Pipe.auto`` and ``sequential``.
+    """A model with its own loss as an output per sample, for ``Pipe.auto`` and ``sequential``.
 
-    A loss is one number for a micro-batch. Here it becomes one for each sample, so that what
-    micro-batches return can be joined: the sum over all samples is the loss of the mini-batch times
-    its ``weight``. Other numbers are repeated for each sample.
+    The loss of a micro-batch becomes one number per sample, so outputs of micro-batches can be
+    concatenated. The sum over all samples is the loss of the mini-batch times its ``weight``.
+    Other scalars are repeated for each sample.
 
     ::
 
@@ -54,11 +53,9 @@ class LossModel(nn.Module):
         trainer = pipelined(Trainer)(model, ..., pipe=Pipe(layers, balance, chunks=8))
 
     Args:
-        model: one of transformers', whose outputs are a dict.
-        shifts: whether the loss of a token is that of its next one, so that the first label of
-            each row is ignored.
-        sums: whether the loss is a sum over the micro-batch, divided by ``num_items_in_batch``, and
-            not a mean.
+        model: a model of transformers, whose outputs are a dict.
+        shifts: whether the model predicts the next token, so the first label of a row is ignored.
+        sums: whether the loss is a sum divided by ``num_items_in_batch``, instead of a mean.
     """
 
     def __init__(self, model: nn.Module, *, shifts: bool = False, sums: bool = False) -> None:
@@ -78,12 +75,12 @@ class LossModel(nn.Module):
         return made
 
     def weight(self, inputs: Mapping[str, Any]) -> Any:
-        """What a loss of these inputs counts in the mean over a mini-batch."""
+        """The weight of the loss of these inputs in the mean over a mini-batch."""
         return 1 if self.sums else _weight(inputs, self.shifts)
 
 
 def _weight(inputs: Mapping[str, Any], shifts: bool) -> Any:
-    """What a mean over labels counts."""
+    """The number of labels in a mean loss; of samples without integer labels."""
     labels = inputs.get("labels")
     if not isinstance(labels, Tensor) or labels.is_floating_point():
         return _batch(inputs)
@@ -95,7 +92,7 @@ def _batch(inputs: Mapping[str, Any]) -> int:
 
 
 class _Called(Exception):
-    """The model was called, with these arguments."""
+    """Raised by the model's ``forward`` to report its arguments."""
 
     def __init__(self, inputs: dict[str, Any]) -> None:
         super().__init__()
@@ -105,11 +102,11 @@ class _Called(Exception):
 class PipedForward:
     """The ``forward`` of a model whose layers are in a pipe.
 
-    A call like the pipe's sample runs through the pipe. Another one, without gradients (in
-    ``generate``, or without labels), runs the model itself, device after device.
+    Calls like the pipe's sample run the pipe. Other calls without gradients (in ``generate``, or
+    without labels) run the model itself, device after device.
 
     Attributes:
-        own: the ``forward`` of the model itself.
+        own: the model's own ``forward``.
         pipe: None until :meth:`use`.
     """
 
@@ -122,7 +119,7 @@ class PipedForward:
         self._install()
 
     def _install(self) -> None:
-        """Sets one more method on the model, which a copy of it has, too."""
+        """Set ``forward`` on the model; in a copy of the model, it runs the copy's own."""
 
         function: Any = getattr(self.own, "__func__", type(self.model).forward)
 
@@ -136,13 +133,13 @@ class PipedForward:
         self.model.forward = MethodType(forward, self.model)
 
     def remove(self) -> None:
-        """Gives the model its own ``forward`` back."""
+        """Restore the model's own ``forward``."""
         del self.model.forward
         if self._before is not None:
             self.model.forward = self._before
 
     def learn(self, sample: dict[str, Any], few: dict[str, Any], loss_model: LossModel) -> None:
-        """Learns a call of the model, and what it returns for a few samples of it."""
+        """Learn the sample call, and from a few of its rows the outputs of the model."""
         with torch.no_grad():
             outputs = restoring_module(self.model, lambda: self.own(**few))
         if not isinstance(outputs, dict):
@@ -163,14 +160,14 @@ class PipedForward:
         self._adapters = _adapters(self.model)
 
     def use(self, pipe: Pipe) -> None:
-        """Runs calls like the sample through a pipe from now on."""
+        """Run calls like the sample in ``pipe`` from now on."""
         shared = set(self.model.modules())
         self._modules = [module for module in pipe.modules() if module not in shared]
         self.pipe = pipe
 
     @contextmanager
     def away(self) -> Iterator[None]:
-        """The model has its own ``forward`` meanwhile."""
+        """Context in which the model has its own ``forward``."""
         self.remove()
         try:
             yield
@@ -179,7 +176,7 @@ class PipedForward:
 
     @contextmanager
     def catching(self) -> Iterator[None]:
-        """A call raises :class:`_Called` meanwhile."""
+        """Context in which a call of the model raises :class:`_Called`."""
         self._catches = True
         try:
             yield
@@ -201,7 +198,7 @@ class PipedForward:
         return _moved(self.outputs(outputs, inputs), tensors_in(inputs)[0].device)
 
     def _difference(self, inputs: dict[str, Any]) -> str:
-        """How a call differs from the sample's; nothing if it does not."""
+        """The difference of a call from the sample, or ''."""
         for name in sorted(self._sample.keys() ^ inputs.keys()):
             return f"{name!r} was {'not ' if name in inputs else ''}given then"
         for name, then in self._sample.items():
@@ -210,7 +207,7 @@ class PipedForward:
         return "other adapters are active" if _adapters(self.model) != self._adapters else ""
 
     def ready(self, inputs: dict[str, Any]) -> dict[str, Any]:
-        """The inputs of a call on the first device; the pipe is in the model's mode then."""
+        """Move the inputs of a call to the first device, and set the pipe to the model's mode."""
         assert self.pipe is not None
         if difference := self._difference(inputs):
             raise ValueError(
@@ -223,7 +220,7 @@ class PipedForward:
         return _moved(inputs, self.pipe.devices[0])
 
     def outputs(self, piped: dict[str, Any], inputs: dict[str, Any]) -> Any:
-        """The model's outputs for these inputs, of what the pipe returned."""
+        """The model's outputs for these inputs, from the outputs of the pipe."""
         found = dict(piped)
         for name in self._numbers:
             if name == "loss":
@@ -236,7 +233,7 @@ class PipedForward:
 
     @contextmanager
     def _placed(self) -> Iterator[None]:
-        """Calls of modules on another device get their inputs there meanwhile."""
+        """Context in which calls of modules on other devices move their inputs there and back."""
         handles = []
         for module, device in _homes(self.model):
             visit = _Visit(device)
@@ -250,7 +247,7 @@ class PipedForward:
 
 
 class _Visit:
-    """Hooks by which a module on another device gets its inputs there, and its outputs return."""
+    """Hooks that move the inputs of a module to its device, and its outputs back."""
 
     def __init__(self, device: torch.device) -> None:
         self._device, self._homes = device, list[torch.device]()
@@ -277,7 +274,7 @@ def _named(
 
 
 def _constant(value: Any) -> Any:
-    """What tells two arguments apart; of tensors, that they are some."""
+    """The part of an argument that must equal the sample's: any tensor is ``Tensor``."""
     return Tensor if isinstance(value, Tensor) else value
 
 
@@ -286,7 +283,7 @@ def _shown(value: Any) -> str:
 
 
 def _adapters(model: Any) -> list[Any]:
-    """Which adapters of peft are active in each layer that has some."""
+    """The active adapters of each peft layer."""
     return [
         (module.disable_adapters, list(module.active_adapters))
         for module in model.modules()
@@ -295,7 +292,7 @@ def _adapters(model: Any) -> list[Any]:
 
 
 def _homes(model: nn.Module) -> Iterator[tuple[nn.Module, torch.device]]:
-    """The largest modules that are on one accelerator; none if all of the model is on one."""
+    """The largest modules on one device each; none if all of the model is on one device."""
     devices = {tensor.device for tensor in [*model.parameters(), *model.buffers()]}
     if len(devices) < 2:
         return
@@ -310,7 +307,7 @@ def _homes(model: nn.Module) -> Iterator[tuple[nn.Module, torch.device]]:
 
 
 def _few(sample: Mapping[str, Any], device: torch.device) -> dict[str, Any]:
-    """A few samples of a call, in a number that is no other size of its tensors."""
+    """A few samples of a call; their number differs from all other sizes of its tensors."""
     batch, tensors = _batch(sample), tensors_in(sample)
     taken = {size for tensor in tensors for size in tensor.shape[1:]}
     rows = next(n for n in range(2, len(taken) + 3) if n not in taken)
@@ -326,7 +323,7 @@ def _is_cut(value: Any, batch: int) -> bool:
 
 
 def _is_halved(model: nn.Module, losses: Callable[[], Iterator[Tensor]]) -> bool:
-    """Whether the second of two losses, in evaluation, is half of the first."""
+    """Whether, in evaluation, the second of two losses is half of the first."""
 
     def run() -> bool:
         model.eval()
@@ -339,7 +336,7 @@ def _is_halved(model: nn.Module, losses: Callable[[], Iterator[Tensor]]) -> bool
 
 @contextmanager
 def _same_random_numbers() -> Iterator[None]:
-    """Leaves the generators of the host as they are: to fetch a sample draws from them."""
+    """Context that restores the generators of the host: fetching a sample draws from them."""
     numpy = sys.modules.get("numpy")
     torch_state, python_state = torch.get_rng_state(), random.getstate()
     numpy_state = None if numpy is None else numpy.random.get_state()
@@ -353,7 +350,7 @@ def _same_random_numbers() -> Iterator[None]:
 
 
 class _Pipelined:
-    """What :func:`pipelined` puts before a Trainer."""
+    """The methods that :func:`pipelined` overrides in a Trainer."""
 
     _trainer: type  #: ``transformers.Trainer``
 
@@ -376,7 +373,7 @@ class _Pipelined:
         self._forward: PipedForward | None = None
         super().__init__(*args, **kwargs)
 
-    # --- what the Trainer calls ------------------------------------------------------------------
+    # --- overrides -------------------------------------------------------------------------------
 
     def create_accelerator_and_postprocess(self: Any) -> None:
         super().create_accelerator_and_postprocess()  # type: ignore[misc]
@@ -388,7 +385,7 @@ class _Pipelined:
             )
         args = self.args
         if args.n_gpu > 1:
-            args._n_gpu = 1  # the Trainer would take DataParallel
+            args._n_gpu = 1  # keeps the Trainer from using DataParallel
         self.accelerator.device_placement = False
         self._recomputes, args.gradient_checkpointing = args.gradient_checkpointing, False
         self._compiles: dict[str, Any] | None = None
@@ -401,7 +398,7 @@ class _Pipelined:
             plugin.backend = type(plugin.backend).NO
 
     def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
-        """Does nothing: the pipe places the layers."""
+        """Do nothing: the pipe places the layers."""
 
     def create_optimizer(self: Any, *args: Any, **kwargs: Any) -> Any:
         self._prepare_pipe()
@@ -423,14 +420,14 @@ class _Pipelined:
 
     @property
     def _has_plain_loss(self) -> bool:
-        """Whether the loss is computed by ``transformers.Trainer``, and by no subclass."""
+        """Whether no subclass overrides the loss of ``transformers.Trainer``."""
         mine, plain = type(self).__mro__, self._trainer
         before = mine[: mine.index(plain)]
         names = {"compute_loss", "training_step"}
         return not any(names & vars(kind).keys() for kind in before if kind is not _Pipelined)
 
     def _prepare_pipe(self: Any, inputs: Any = None) -> None:
-        """Makes the pipe of the model, before its first batch."""
+        """Make the pipe of the model, before its first batch."""
         if self._forward is not None and self._forward.model is self.model:
             return
         model = self.model
@@ -449,7 +446,7 @@ class _Pipelined:
         self.pipe, self._forward = pipe, forward
 
     def _piped(self: Any, forward: PipedForward, inputs: Any) -> Pipe:
-        """The pipe of a model; and, beside it, that of the reference model, if there is one."""
+        """Make the pipe of the model, and of the reference model if there is one."""
         model, size = self.model, self.args.per_device_train_batch_size
         loss_model = LossModel(model, shifts=self._loss_shifts_labels)
         batches = [inputs] if self.train_dataset is None else self.get_train_dataloader()
@@ -487,7 +484,7 @@ class _Pipelined:
         return Pipe.auto(loss_model, **few, **{**options, **self._pipe_kwargs})
 
     def _called_with(self: Any, forward: PipedForward, inputs: Any, count: Any) -> dict[str, Any]:
-        """What the Trainer's loss of these inputs calls the model with."""
+        """The arguments with which ``compute_loss`` calls the model for these inputs."""
         was = self.model.training
         self.model.train()
         try:
@@ -500,7 +497,7 @@ class _Pipelined:
         raise TypeError(f"{type(self).__name__}.compute_loss does not call the model")
 
     def _sums(self: Any, few: dict[str, Any], count: Any) -> bool:
-        """Whether the loss is a sum, divided by the number of items that it is given, or a mean."""
+        """Whether the loss is a sum divided by ``num_items_in_batch``, instead of a mean."""
         if count is None or not self._has_plain_loss:
             return False
 
@@ -513,7 +510,7 @@ class _Pipelined:
         return _is_halved(self.model, losses)
 
     def _planned_optimizer(self: Any) -> Any:
-        """Makes the optimizer whose memory is planned."""
+        """The function that makes the optimizer, for planning its memory."""
         if self.optimizer is not None:
             made = getattr(
                 self.optimizer, "optimizer", self.optimizer
@@ -525,7 +522,7 @@ class _Pipelined:
         return partial(kind, **options) if is_plain else torch.optim.AdamW
 
     def _reference(self: Any, pipe: Pipe, few: Any, sample: Any) -> Pipe | None:
-        """A pipe of the reference model (of DPO), if there is one, on the same devices."""
+        """A pipe of the reference model (of DPO) on the same devices, if there is one."""
         model = getattr(self, "ref_model", None)
         if not isinstance(model, nn.Module):
             return None
@@ -544,9 +541,9 @@ class _Pipelined:
         return made
 
     def _train_batch(self: Any, model: nn.Module, inputs: Any, count: Any) -> Tensor:
-        """A step whose loss is computed inside of the pipe, micro-batch by micro-batch."""
+        """One training step, with the loss computed in the pipe, per micro-batch."""
         model.train()
-        if hasattr(self.optimizer, "train"):  # one without a schedule
+        if hasattr(self.optimizer, "train"):  # a schedule-free optimizer
             self.optimizer.train()
         forward, pipe = self._forward, self.pipe
         call = self._called_with(forward, inputs, count)
@@ -580,7 +577,7 @@ class _Pipelined:
 
 
 def _marked(tree: _Tree, batch: int) -> _Tree:
-    """A tree in which tensors that go whole to every micro-batch are in ``NoChunk``."""
+    """A tree with tensors that are not cut in ``NoChunk``."""
     mark: Any = lambda tensors: [t if _is_cut(t, batch) else NoChunk(t) for t in tensors]  # noqa: E731
     marked: _Tree = map_tensors(mark, tree)
     return marked
@@ -596,7 +593,7 @@ def _shapes(sample: Mapping[str, Any]) -> str:
 
 
 def pipelined(trainer: _Trainer) -> _Trainer:
-    """A subclass of a Trainer that trains its model in a pipe, on all devices of the machine.
+    """Make a subclass of a Trainer that trains its model in a pipe, on all devices by default.
 
     ::
 
@@ -606,20 +603,20 @@ def pipelined(trainer: _Trainer) -> _Trainer:
     The subclass takes the arguments of the Trainer, and two more by keyword:
 
     - ``pipe_kwargs``: a dict of options for ``Pipe.auto`` (``devices``, ``memory``, ``timeout``,
-      ...). The sample is the first batch of the Trainer's loader; batch size, optimizer and
-      recomputation are those of its arguments.
-    - ``pipe``: a function that makes a pipe of layers, ``lambda layers: Pipe(layers, [9, 8],
+      ...). The sample is the first batch of the Trainer's loader. Batch size, optimizer and
+      recomputation come from its arguments.
+    - ``pipe``: a function that makes a pipe from layers, ``lambda layers: Pipe(layers, [9, 8],
       chunks=8)``; or a pipe of the layers of a :class:`LossModel`.
 
-    ``trainer.pipe`` is the pipe, from the first batch on. Where ``compute_loss`` is the Trainer's
-    own, a step is ``pipe.train_batch``, with the loss inside of the pipeline. The ``compute_loss``
-    of a subclass gets the outputs of the whole mini-batch, from ``pipe(...)``.
+    ``trainer.pipe`` is the pipe, from the first batch on. With the Trainer's own ``compute_loss``,
+    a step is ``pipe.train_batch``, which computes the loss in the pipeline. If a subclass overrides
+    ``compute_loss``, it gets the outputs of the whole mini-batch from ``pipe(...)``.
 
     Args:
         trainer: ``transformers.Trainer`` or a subclass of it.
 
     Returns:
-        The subclass, to be called in its place.
+        The subclass, to use in place of ``trainer``.
 
     Raises:
         TypeError: ``trainer`` is no subclass of ``transformers.Trainer``.

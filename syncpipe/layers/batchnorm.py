@@ -1,12 +1,11 @@
-"""Batch normalisation whose running statistics see whole mini-batches.
+"""Batch normalisation whose running statistics are updated once per mini-batch.
 
-In a pipe every micro-batch is normalised with its own statistics; nothing else is possible without
-making the micro-batches wait for each other. The *running* statistics, which evaluation uses, move
-once per mini-batch, by the mean and variance of all its samples (GPipe,
-https://arxiv.org/abs/1811.06965, section 3). The accumulators belong to the mini-batch, never to
-the module, so that mini-batches may overlap and an abandoned one leaves no trace. Layers become
-deferred ones where they are: only their class changes, to a subclass that differs within a
-`collect` alone.
+A pipe normalises every micro-batch with its own statistics: any other way would make micro-batches
+wait for each other. The *running* statistics, which evaluation uses, are updated once per
+mini-batch, from the mean and variance of all its samples (GPipe, https://arxiv.org/abs/1811.06965,
+section 3). The accumulators belong to the mini-batch, not to the module, so mini-batches may
+overlap, and an aborted one leaves nothing behind. Conversion is in place and changes only the
+class of a layer.
 """
 
 from __future__ import annotations
@@ -28,20 +27,18 @@ __all__ = [
 ]  # fmt: skip
 
 
-#: Of a micro-batch, per channel: its number, how many values, their mean and biased variance, in at
-#: least single precision.
+#: Micro-batch index, values per channel, mean and biased variance per channel (at least float32).
 _Moments = tuple[int, int, Tensor, Tensor]
-# Running statistics are read, changed and written back: two commits must not interleave.
+# A commit reads, changes and writes running statistics: two commits must not interleave.
 _commit_lock = forkable_lock()
 
 
 class MiniBatchStatistics:
-    """The accumulators of one mini-batch, one for each `DeferredBatchNorm` that it passes.
+    """The accumulators of one mini-batch, one for each `DeferredBatchNorm`.
 
-    Several threads may add: what they do to the dict is one step. A module that runs several times
-    per micro-batch pools all its inputs. On an accelerator, all is done on one stream, that of the
-    stage; where it has replicas, each adds on its own, and the caller commits when he has waited
-    for all of them.
+    `add` is thread-safe. A module that runs several times per micro-batch pools all its inputs. On
+    an accelerator each replica of a stage adds on its own stream. The caller waits for all of
+    these streams before `commit`.
     """
 
     def __init__(self) -> None:
@@ -49,13 +46,13 @@ class MiniBatchStatistics:
 
     @torch.no_grad()
     def add(self, module: DeferredBatchNorm, input: Tensor, i: int = 0) -> None:
-        """Take in what a module was given for micro-batch `i`, `(N, C, *)`; N may be 0.
+        """Add the statistics of a module's input for micro-batch `i`, `(N, C, *)`; N may be 0.
 
-        In whatever order micro-batches come, they are pooled in that of their numbers.
+        Micro-batches may arrive in any order: they are pooled in the order of their indices.
         """
         if input.numel() == 0:
             return
-        # One reduction is all that a micro-batch pays; the rest is done once, in commit().
+        # A micro-batch costs one reduction; commit() does the rest once.
         values = input.to(torch.promote_types(input.dtype, torch.float32))
         var, mean = torch.var_mean(values, dim=[0, *range(2, input.dim())], correction=0)
         moments = i, input.numel() // input.size(1), mean, var
@@ -63,11 +60,11 @@ class MiniBatchStatistics:
 
     @torch.no_grad()
     def commit(self) -> None:
-        """Move the running statistics of every module seen, once, and forget the mini-batch.
+        """Update the running statistics of every module once, and reset the accumulators.
 
         Raises:
             ValueError: a module saw a single value per channel in the whole mini-batch, which has
-                no unbiased variance. No running statistics have been changed then.
+                no unbiased variance. No running statistics are changed.
         """
         seen, self._seen = self._seen, {}
         pooled = [(module, *_pool(module, moments)) for module, moments in seen.items()]
@@ -79,7 +76,7 @@ class MiniBatchStatistics:
 def _pool(module: DeferredBatchNorm, parts: list[_Moments]) -> tuple[Tensor, Tensor]:
     """Mean and unbiased variance of all micro-batches together.
 
-    The mean of the variances plus the variance of the means: nothing cancels where these are large.
+    The sum of the mean of variances and the variance of means avoids cancellation.
     """
     _, counts, means, variances = zip(*sorted(parts, key=itemgetter(0)), strict=True)
     total = sum(counts)
@@ -98,10 +95,10 @@ def _pool(module: DeferredBatchNorm, parts: list[_Moments]) -> tuple[Tensor, Ten
 
 
 class collect:
-    """Within this context, and in its thread, deferred layers leave their statistics to `stats`.
+    """Context in which the deferred layers of this thread add statistics of micro-batch `i`.
 
-    With `None` training forwards neither accumulate nor touch running statistics, which is what
-    recomputation asks for. `i` is the micro-batch.
+    With `stats=None`, for recomputation, training forwards neither accumulate statistics nor
+    update running ones.
     """
 
     __slots__ = ("_token", "i", "stats")
@@ -118,15 +115,15 @@ class collect:
 
 
 _scope: ContextVar[collect | None] = ContextVar("syncpipe_batch_norm_scope", default=None)
-#: Where a module that stands in for another one, in one cell or one replica, has that one.
+#: Attribute in which the substitute of a module (in a cell or a replica) keeps the original.
 ORIGINAL = "_syncpipe_original"
 
 
 class DeferredBatchNorm(_BatchNorm):
-    """A batch normalisation that leaves its running statistics to the `collect` it runs in.
+    """Batch normalisation that inside a `collect` adds its statistics to a mini-batch.
 
-    Outside of any `collect`, and in eval mode, it is the ordinary one. Parameters, buffers and
-    `state_dict` keys are those of `torch.nn.BatchNorm1d`, `2d` and `3d`.
+    Outside any `collect`, and in eval mode, it does what `torch.nn.BatchNorm1d`, `2d` and `3d` do.
+    Parameters, buffers and `state_dict` keys are the same as theirs.
     """
 
     def forward(self, input: Tensor) -> Tensor:
@@ -146,12 +143,12 @@ class DeferredBatchNorm(_BatchNorm):
         weight: float | Tensor | None = self.momentum
         if self.num_batches_tracked is not None:
             self.num_batches_tracked.add_(1)
-            if weight is None:  # a cumulative average; as a tensor, so that no device is waited for
+            if weight is None:  # a cumulative average; a tensor avoids waiting for the device
                 weight = self.num_batches_tracked.to(mean.dtype).reciprocal()
         if weight is None:
-            return  # nothing counts the mini-batches: the plain layer does not move either
+            return  # no counter of mini-batches: the plain layer updates nothing either
         for running, new in ((self.running_mean, mean), (self.running_var, var)):
-            if running is not None:  # in place: the user's own module holds the same tensor
+            if running is not None:  # in place: the user's own module shares the tensor
                 dtype = torch.promote_types(running.dtype, new.dtype)
                 step = weight.to(dtype) if isinstance(weight, Tensor) else weight
                 running.copy_(torch.lerp(running.to(dtype), new.to(dtype), step))
@@ -176,16 +173,16 @@ _DEFERRED: dict[type[nn.Module], type[DeferredBatchNorm]] = {
 
 
 def defer_batch_norm(module: nn.Module) -> bool:
-    """Makes the batch normalisations of a model deferred ones, or changes nothing; whether it did.
+    """Make all batch normalisations of a model deferred; returns whether it changed any.
 
-    Layers without running statistics, and those already deferred, are left alone.
+    Skips layers without running statistics and deferred ones. Changes nothing if it raises.
     """
     plain = []
     for path, part in module.named_modules():
         scripted = "BatchNorm" in getattr(part, "original_name", "")
         if isinstance(part, DeferredBatchNorm) or not (isinstance(part, _BatchNorm) or scripted):
             continue
-        # Of a scripted one only the buffers are there.
+        # A scripted module has only the buffers.
         if getattr(part, "track_running_stats", True) and (
             getattr(part, "running_mean", None) is not None
         ):
@@ -200,12 +197,12 @@ def defer_batch_norm(module: nn.Module) -> bool:
     for norm in plain:
         norm.__class__ = _DEFERRED[type(norm)]
     if plain and any("_orig_mod" in part._modules for part in module.modules()):
-        torch.compiler.reset()  # PyTorch 2.11 would run what it compiled of the plain ones
+        torch.compiler.reset()  # PyTorch 2.11 would run the code compiled for the plain layers
     return bool(plain)
 
 
 def _not_plain(norm: nn.Module) -> str:
-    """Why a batch normalisation cannot be converted, and what helps."""
+    """The reason why a batch normalisation cannot be converted, with the way out."""
     if isinstance(norm, _LazyNormBase):
         return "it is not initialised yet; run the model once first"
     if isinstance(norm, torch.jit.ScriptModule):

@@ -1,7 +1,6 @@
-"""What a pipe can be made of, and how that gets memory and values on the devices of its stages.
+"""What a pipe can be made of: an ``nn.Sequential``, or a list of modules, callables and specs.
 
-It is an ``nn.Sequential``, or a list of modules, callables and specs, which become layers. Specs,
-known from DeepSpeed, and layers on ``meta`` are built when their stages are known.
+Specs (as in DeepSpeed) and layers on ``meta`` get memory and values on the devices of their stages.
 """
 
 from __future__ import annotations
@@ -42,22 +41,22 @@ __all__ = [
 _T = TypeVar("_T")
 Layer = nn.Module | Callable[..., Any]
 #: What ``Pipe``, ``plan`` and the functions of ``syncpipe.balance`` take.
-#: (To a type checker a list of modules and functions is one of objects.)
+#: ``Any``, because type checkers infer a list of modules and functions as a list of objects.
 Layers = nn.Sequential | nn.ModuleList | Iterable[Any] | Mapping[str, Any]
-#: Initialises one module: what ``nn.Module.apply`` takes.
+#: Initialises one module, as for ``nn.Module.apply``.
 InitFn = Callable[[nn.Module], Any]
 _RESETS = ("reset_parameters", "_reset_parameters")  # the latter is nn.MultiheadAttention's
-#: What is looked into for weights.
+#: Types whose contents are searched for weights.
 _HOLD = (partial, MethodType, FunctionType, CellType, tuple, dict)
 
 
 def as_sequential(layers: Any) -> nn.Sequential:
-    """The layers as an ``nn.Sequential``: the very one that was given, if there is nothing to do.
+    """The layers as an ``nn.Sequential``; one without specs is returned itself.
 
     Args:
-        layers: an ``nn.Sequential``; or anything that yields layers, or a mapping of names to
-            layers. A layer is a module, a callable or a :class:`LayerSpec`; the same spec may come
-            several times, and stands for another layer each time.
+        layers: an ``nn.Sequential``, an iterable of layers, or a mapping of names to layers. A
+            layer is a module, a callable or a :class:`LayerSpec`. A spec that occurs several times
+            makes a new layer each time.
     """
     if isinstance(layers, nn.Sequential) and not has_specs(layers):
         check_module(layers)
@@ -70,7 +69,7 @@ def as_sequential(layers: Any) -> nn.Sequential:
     else:
         no_list = isinstance(layers, (str, bytes, Set, Tensor, nn.Module))
         if not isinstance(layers, Iterable) or (no_list and not isinstance(layers, nn.ModuleList)):
-            check_module(layers)  # says what it should be
+            check_module(layers)  # raises
         named = {str(index): layer for index, layer in enumerate(layers)}
     made._modules = {}
     for index, (name, layer) in enumerate(named.items()):
@@ -80,14 +79,14 @@ def as_sequential(layers: Any) -> nn.Sequential:
 
 
 def has_specs(module: nn.Sequential) -> bool:
-    """Whether there are layers that are yet to be built."""
+    """Whether layers are still to be built."""
     return any(isinstance(layer, LayerSpec) for layer in module._modules.values())
 
 
 def as_layer(layer: Any, where: str) -> nn.Module:
-    """One layer as a module; of a spec a copy, for the same one may stand for several layers.
+    """One layer as a module; a spec is copied, because it may make several layers.
 
-    ``where`` names it in errors.
+    ``where`` names the layer in errors.
     """
     if isinstance(layer, nn.Module):
         return copy.copy(layer) if isinstance(layer, LayerSpec) else layer
@@ -110,7 +109,7 @@ def as_layer(layer: Any, where: str) -> nn.Module:
 
 
 def type_name(layer: nn.Module) -> str:
-    """The name of the type of a layer; of a callable its own, of a spec that of what it builds."""
+    """The name of a layer's type, of the callable, or of what a spec builds."""
     if isinstance(layer, Function):
         return _name(layer.function)
     return layer.type_name if isinstance(layer, LayerSpec) else type(layer).__name__
@@ -120,16 +119,16 @@ def type_name(layer: nn.Module) -> str:
 
 
 class LayerSpec(nn.Module):
-    """A layer that is built when its stage is known, directly on the device of that stage::
+    """A layer to be built later, directly on the device of its stage::
 
         pipe = Pipe([LayerSpec(nn.Linear, 4096, 4096) for _ in range(48)], balance="parameters")
 
-    It stands for the layer in lists and in an ``nn.Sequential``, and cannot run itself.
+    A spec takes the place of the layer in a list or an ``nn.Sequential``. It cannot run itself.
 
     Args:
-        typename: a class of modules, or any function that returns a new module.
-        module_args: what to call it with.
-        module_kwargs: likewise.
+        typename: a class of modules, or a function that returns a new module.
+        module_args: positional arguments for ``typename``.
+        module_kwargs: keyword arguments for ``typename``.
 
     Raises:
         TypeError: ``typename`` cannot be called, or is a module already.
@@ -150,14 +149,14 @@ class LayerSpec(nn.Module):
 
     @property
     def type_name(self) -> str:
-        """The name of what will be built, for ``balance="type:regex"``."""
+        """The name of ``typename``, for ``balance="type:regex"``."""
         return _name(self.typename)
 
     def build(self) -> nn.Module:
         """Make the layer, on the default device (``with torch.device(...):``).
 
         Raises:
-            TypeError: no module came out.
+            TypeError: ``typename`` returned no module.
         """
         layer = self.typename(*self.module_args, **self.module_kwargs)
         if not isinstance(layer, nn.Module) or isinstance(layer, LayerSpec):
@@ -165,7 +164,7 @@ class LayerSpec(nn.Module):
         return layer
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Refused: there is no layer yet."""
+        """Raises TypeError: the layer is not built."""
         raise TypeError(f"{self!r} is not built yet: give it to a Pipe, or call its build()")
 
     def __repr__(self) -> str:
@@ -176,7 +175,7 @@ class LayerSpec(nn.Module):
 
 
 class TiedLayerSpec(LayerSpec):
-    """A layer that shares weights with those before it that have the same key::
+    """A layer that shares weights with the first layer of the same key::
 
         layers = [
             TiedLayerSpec("embed", nn.Embedding, 50257, 768),
@@ -184,21 +183,19 @@ class TiedLayerSpec(LayerSpec):
             TiedLayerSpec("embed", nn.Embedding, 50257, 768, forward_fn=to_logits),
         ]                       # def to_logits(module, x): return F.linear(x, module.weight)
 
-    The first layer with a key is the owner; each later one is a layer of its own, in which the
-    owner's parameter takes the place of its own, as if one had written
-    ``last.weight = first.weight``.
+    The first layer with a key is the owner. Each later one is built as its own layer, and then gets
+    the owner's parameter, as by ``last.weight = first.weight``.
 
     Args:
-        key: says which layers belong together.
-        typename: as for :class:`LayerSpec`.
-        module_args: likewise.
+        key: equal for all layers that share.
+        typename, module_args, module_kwargs: as for :class:`LayerSpec`.
         forward_fn: ``forward_fn(module, input)`` instead of the layer's own ``forward``.
-        tied_weight_attr: the parameter (or buffer) that is shared, or a list of these;
+        tied_weight_attr: the name of the shared parameter or buffer, or a list of names;
             ``"inner.weight"`` for one of a submodule.
-        module_kwargs: likewise.
 
     Raises:
-        TypeError: as for :class:`LayerSpec`; or ``forward_fn`` or ``tied_weight_attr`` is none.
+        TypeError: as for :class:`LayerSpec`, or ``forward_fn`` is no function, or
+            ``tied_weight_attr`` no name or list of names.
     """
 
     def __init__(
@@ -223,18 +220,17 @@ class TiedLayerSpec(LayerSpec):
         self._tie = key, tuple(names)
 
     def build(self) -> nn.Module:
-        """Make the layer, with weights of its own."""
+        """Make the layer; its weights are not shared yet."""
         layer = super().build()
         layer.__dict__["_syncpipe_tie"] = self._tie
         for name in self._tie[1]:
-            _tied_tensor(layer, name)  # it is there
+            _tied_tensor(layer, name)  # raises if it is missing
         if self.forward_fn is not None:
             layer.__dict__["forward"] = partial(_forward, layer, self.forward_fn)
         return layer
 
 
 def _tied_tensor(layer: nn.Module, name: str) -> Tensor:
-    """The parameter or buffer of a layer that ``tied_weight_attr`` names."""
     for path, tensor in chain(
         layer.named_parameters(remove_duplicate=False), layer.named_buffers(remove_duplicate=False)
     ):
@@ -249,7 +245,7 @@ _running: ContextVar[nn.Module | None] = ContextVar("syncpipe_tied_layer", defau
 
 
 def _forward(layer: nn.Module, forward_fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Calls ``forward_fn``, within which the layer has its own forward."""
+    """Call ``forward_fn``; in it, ``layer(...)`` runs the layer's own forward."""
     if _running.get() is layer:
         return type(layer).forward(layer, *args, **kwargs)
     token = _running.set(layer)
@@ -265,11 +261,15 @@ def _forward(layer: nn.Module, forward_fn: Callable[..., Any], *args: Any, **kwa
 class Function(nn.Module):
     """A callable as a layer, without parameters.
 
-    It can be copied and pickled if the callable can; like any layer it may draw random numbers and
-    write into its input. Its ``repr`` shows what it calls and the line where that is written.
+    It can be copied and pickled if the callable can. Its ``repr`` shows the callable and its line.
 
     Args:
-        function: called with what the layer before returned.
+        function: called with the output of the layer before; it may draw random numbers and write
+            into its input.
+
+    Raises:
+        TypeError: ``function`` is a generator or a coroutine function.
+        ValueError: ``function`` holds parameters, or a module with parameters or buffers.
     """
 
     def __init__(self, function: Callable[[Any], Any]) -> None:
@@ -292,7 +292,7 @@ class Function(nn.Module):
                 )
 
     def forward(self, input: Any) -> Any:
-        """Calls the function."""
+        """Call the function."""
         return self.function(input)
 
     def extra_repr(self) -> str:
@@ -311,7 +311,7 @@ def _name(function: Any) -> str:
 
 
 def _innermost(function: Any) -> Any:
-    """What a ``partial`` calls."""
+    """The function inside any ``partial``."""
     while isinstance(function, partial):
         function = function.func
     return function
@@ -324,11 +324,11 @@ def _brief(value: Any) -> str:
 
 
 def _held(function: Any) -> list[Any]:
-    """What a callable holds, as far as one can see."""
+    """All objects that a callable holds, as far as the garbage collector shows them."""
     found, seen = [function], {id(function)}
     for thing in found:
         if thing is function or isinstance(thing, _HOLD):
-            # Neither what is named in its module.
+            # Not what its module holds.
             seen |= {id(getattr(thing, name, None)) for name in ("__globals__", "__builtins__")}
             found += [held for held in gc.get_referents(thing) if id(held) not in seen]
             seen |= set(map(id, found))
@@ -340,12 +340,12 @@ def _held(function: Any) -> list[Any]:
 
 @dataclass(frozen=True)
 class Initialization:
-    """How layers that a pipe builds get their first values.
+    """How the layers that a pipe builds get their initial values.
 
     Attributes:
         init_fn: called with each of their modules, children first.
-        seed: what layer ``l`` draws depends on ``(seed, l)`` alone; None: it draws from PyTorch's
-            generators as they are, one layer after another.
+        seed: the random numbers of layer ``l`` depend on ``(seed, l)`` only. With None, layers draw
+            from PyTorch's global generators, one after another.
     """
 
     init_fn: InitFn | None = None
@@ -353,7 +353,7 @@ class Initialization:
 
     @classmethod
     def checked(cls, module: nn.Sequential, init_fn: Any, seed: Any) -> Initialization:
-        """From what was given to a pipe."""
+        """Check the arguments of a pipe."""
         if init_fn is not None and not callable(init_fn):
             raise TypeError(f"init_fn={init_fn!r}: must be a function that initialises a module")
         if seed is not None:
@@ -371,10 +371,10 @@ class Initialization:
         return cls(init_fn, seed)
 
     def run(self, layer: int, device: torch.device, make: Callable[[], _T]) -> _T:
-        """Calls what makes a layer, with the generators as they should be for it."""
+        """Call ``make`` with the generators seeded for a layer."""
         if self.seed is None:
             return make()
-        # Seeds that are neighbours must not give neighbouring layers the same numbers.
+        # Hash the seed: seed 1, layer 2 must not draw the numbers of seed 2, layer 1.
         key = (random.Random(self.seed).getrandbits(63), layer, 0)
         all_of, run = Generators(device), lambda _: make()
         made, _ = run_seeded(all_of, all_of.all, key, run, None, observe=False)
@@ -387,21 +387,21 @@ def build_layers(
     how: Initialization,
     firsts: Sequence[int] | None = None,
 ) -> None:
-    """Builds specs, and gives layers on ``meta`` memory and values, one layer after another.
+    """Build specs, and materialise layers on ``meta``, one layer after another.
 
-    Each comes to be on the device of its partition; on a stage on ``meta`` it stays there.
+    Layers get memory on the device of their partition. Layers of a stage on ``meta`` stay there.
 
     Args:
-        partitions: layers by name; what is built takes the place of its spec.
-        devices: one for each partition.
+        partitions: layers by name; a built layer replaces its spec.
+        devices: one per partition.
         how: where their values are from.
-        firsts: the indices of the first layers of partitions that are not all of a model.
+        firsts: the index of the first layer of each partition, if they are not a whole model.
 
     Raises:
-        BaseException: what a layer raised, with a note that names it.
+        BaseException: what a layer raised, with a note that names the layer.
     """
     owned: dict[int, tuple[Tensor, Tensor]] = {}
-    stay: set[int] = set()  # what a stage on meta has, and others share with it
+    stay: set[int] = set()  # tensors of stages on meta, which other stages may share
     built = set[nn.Module]()
     sizes = [len(partition._modules) for partition in partitions]
     firsts = list(accumulate(sizes, initial=0)) if firsts is None else firsts
@@ -432,9 +432,9 @@ def build_layers(
 
 
 def or_as_before(partitions: Sequence[nn.Module], run: Callable[[], _T]) -> _T:
-    """Calls what gives layers on ``meta`` values; these come into the very tensors that were there.
+    """Call ``run``, which materialises layers on ``meta``, and keep their tensor objects.
 
-    So an optimizer that was made before has the parameters that are trained. If it fails, the
+    An optimizer that was made before therefore trains the right parameters. After an error the
     tensors are on ``meta`` again.
     """
     every = chain.from_iterable(map(places_of, partitions))
@@ -444,7 +444,7 @@ def or_as_before(partitions: Sequence[nn.Module], run: Callable[[], _T]) -> _T:
     try:
         found = run()
         for rnn in recurrent:
-            rnn._flat_weight_refs = []  # what has weak references cannot be exchanged
+            rnn._flat_weight_refs = []  # swap_tensors refuses tensors with weak references
         for module, name, old in before:
             new = getattr(module, name, old)
             if old.is_meta and not new.is_meta and _exchange(old, new, name):
@@ -466,7 +466,7 @@ def or_as_before(partitions: Sequence[nn.Module], run: Callable[[], _T]) -> _T:
 
 
 def _exchange(old: Any, new: Any, name: str) -> bool:
-    """Gives a tensor the values of another one and keeps its hooks and attributes; if it can."""
+    """Swap the values of ``new`` into ``old``, which keeps its hooks; returns whether it could."""
     vars(new).update({key: value for key, value in vars(old).items() if key not in vars(new)})
     for hooks in ("_backward_hooks", "_post_accumulate_grad_hooks"):
         if getattr(old, hooks, None):
@@ -484,10 +484,10 @@ def _exchange(old: Any, new: Any, name: str) -> bool:
 
 
 def on_meta(layers: Any) -> nn.Sequential:
-    """What will be built, to look at: layers as they are, and specs as layers on ``meta``.
+    """The layers with each spec built on ``meta``, for inspection.
 
-    The host holds at most one layer meanwhile, if its constructor needs values. Generators stay as
-    they are.
+    A layer whose constructor needs values is in host memory for a moment. Global generators do not
+    advance.
     """
     module = as_sequential(layers)
     if not has_specs(module):
@@ -499,7 +499,7 @@ def on_meta(layers: Any) -> nn.Sequential:
 
 
 def build_alone(spec: LayerSpec, device: torch.device, init_fn: InitFn | None = None) -> nn.Module:
-    """One layer by itself, on a device; on ``meta`` also one whose constructor needs values."""
+    """Build one layer on a device; ``meta`` works also if the constructor needs values."""
     layer = None
     if device.type == "meta":
         with suppress(Exception), torch.device(device):
@@ -507,7 +507,7 @@ def build_alone(spec: LayerSpec, device: torch.device, init_fn: InitFn | None = 
     if layer is None:
         with torch.device("cpu" if device.type == "meta" else _memory_of(device)):
             layer = spec.build()
-    move_layers([layer], [device])  # what the constructor put elsewhere
+    move_layers([layer], [device])  # the constructor may have put tensors elsewhere
     if init_fn is not None:
         with torch.no_grad(), torch.device(_memory_of(device)):
             layer.apply(init_fn)
@@ -515,9 +515,9 @@ def build_alone(spec: LayerSpec, device: torch.device, init_fn: InitFn | None = 
 
 
 def _tie(layers: Iterable[nn.Module], built: set[nn.Module]) -> None:
-    """Has layers that were built share what they are told to with the first one of their key.
+    """Tie built layers to the first layer of their key.
 
-    What was there before comes first, and keeps its values, if it has any.
+    Layers that existed before come first and keep their values, if they have any.
     """
     owners: dict[Any, nn.Module] = {}
     for layer in sorted(layers, key=built.__contains__):
@@ -553,21 +553,21 @@ def give_values(
     *,
     zeros: bool = False,
 ) -> nn.Module:
-    """Gives the tensors of a layer that are on ``meta`` memory and values, in place.
+    """Give the tensors of a layer that are on ``meta`` memory and values, in place.
 
-    All of its modules get their ``reset_parameters()``, children first, and then ``init_fn``, but
-    those that have tensors with values already. With ``zeros`` what nobody gives a value is zero,
+    Calls ``reset_parameters()`` of its modules, children first, and then ``init_fn``, except for
+    modules that have tensors with values. With ``zeros``, tensors that remain unset are zero
     instead of an error.
 
-    The first of several layers that share a tensor owns it: it is where that layer is, with the
-    values that it has there. These are in ``owned``, with the old one, by the id of that.
+    The first of several layers that share a tensor determines its device and values. ``owned``
+    maps the id of each old tensor to the old and the new one.
     """
     order: list[nn.Module] = []
     layer.apply(order.append)
     new = [m for m in dict.fromkeys(order) if 0 < len(list(places_of(m))) == len(waiting(m))]
     places = [(module, name, old) for module, _, name, old in places_of(layer) if old.is_meta]
     memory = {id(old): _empty(old, device, zeros) for *_, old in places}
-    for module, name, old in places:  # not into its dict: an RNN has them in a list, too
+    for module, name, old in places:  # by setattr: an RNN also keeps them in a list
         setattr(module, name, memory[id(old)])
     with torch.device(_memory_of(device)), torch.no_grad():
         for module in new:
@@ -599,12 +599,12 @@ def waiting(module: nn.Module) -> list[Tensor]:
 
 
 def _memory_of(device: torch.device) -> torch.device:
-    """Where the tensors of a worker are: a CPU worker has no memory of its own."""
+    """The device of a worker's tensors: CPU workers share one memory."""
     return torch.device("cpu") if device.type == "cpu" else device
 
 
 def _empty(tensor: Tensor, device: torch.device, zeros: bool) -> Any:
-    """Memory for a tensor, filled with what nobody sets; what else is known of it stays."""
+    """An uninitialised tensor like ``tensor``, filled with the sentinel that ``_unset`` finds."""
     made: Any = torch.empty_like(tensor.detach(), device=_memory_of(device))
     plain, odd = _odd(made)
     plain.fill_(0 if zeros else odd)
@@ -615,7 +615,7 @@ def _empty(tensor: Tensor, device: torch.device, zeros: bool) -> Any:
 
 
 def _unset(tensor: Tensor) -> bool:
-    """Whether some number of floats, or all of another tensor, was not set since."""
+    """Whether any element of a float tensor, or every element of another one, was never set."""
     plain, odd = _odd(tensor.detach())
     if plain.is_floating_point() or plain.is_complex():
         return bool(plain.isnan().any())
@@ -623,7 +623,7 @@ def _unset(tensor: Tensor) -> bool:
 
 
 def _odd(tensor: Tensor) -> tuple[Tensor, float]:
-    """A tensor to be filled with what nobody sets, and that: NaN, a far number, or no bool."""
+    """A view to fill, and the sentinel: NaN, a large integer, or a byte that is no bool."""
     if tensor.is_floating_point() or tensor.is_complex():
         return tensor, float("nan")
     if tensor.dtype is torch.bool:

@@ -24,7 +24,7 @@ __all__ = [
 
 
 def own_call(module: nn.Module, kind: type[nn.Module]) -> str | None:
-    """The method that runs when a module is called and is not that of ``kind``, if there is one."""
+    """The name of a call method (``forward``, ...) that a module overrides over ``kind``."""
     for name in ("forward", "__call__", "_wrapped_call_impl", "_call_impl"):
         of_the_class = getattr(type(module), name) is not getattr(kind, name)
         if of_the_class or (name != "__call__" and name in module.__dict__):
@@ -33,7 +33,7 @@ def own_call(module: nn.Module, kind: type[nn.Module]) -> str | None:
 
 
 def check_module(module: Any) -> None:
-    """Refuses what cannot be cut into a chain of layers."""
+    """Raise unless ``module`` can be cut into a chain of layers."""
     if hasattr(module, "_orig_mod"):
         raise TypeError(
             "module is compiled as a whole (torch.compile), which a pipe would not run: give it "
@@ -69,7 +69,7 @@ def check_module(module: Any) -> None:
 
 
 def check_no_hooks(partitions: Sequence[nn.Module]) -> None:
-    """Refuses to make other partitions of those that have hooks, which would be gone."""
+    """Raise if a partition has hooks: another balance makes new partitions without them."""
     for j, partition in enumerate(partitions):
         if hooks := hooks_of(partition):
             raise ValueError(
@@ -79,7 +79,7 @@ def check_no_hooks(partitions: Sequence[nn.Module]) -> None:
 
 
 def check_balance(balance: Iterable[int], layers: int) -> list[int]:
-    """Returns the balance as a list of int."""
+    """The balance as a list of int; raises if it does not fit the number of layers."""
     if isinstance(balance, (str, bytes, Set)) or not isinstance(balance, Iterable):
         number = isinstance(balance, int) and not isinstance(balance, bool)
         meant = f": did you mean chunks={balance!r}?" if number else ""
@@ -103,7 +103,7 @@ def check_balance(balance: Iterable[int], layers: int) -> list[int]:
 
 
 def missing_balance(layers: int, devices: int) -> ValueError:
-    """The error for a pipe that nobody told how to cut, with code to paste."""
+    """The error for a missing balance, with code to paste."""
     n = max(1, min(devices, layers))
     even = [layers // n + (j < layers % n) for j in range(n)]
     return ValueError(
@@ -117,10 +117,10 @@ def missing_balance(layers: int, devices: int) -> ValueError:
 
 
 def placed_balance(module: nn.Sequential) -> tuple[list[int], list[torch.device]]:
-    """The balance of a module whose layers are already on their devices, and these.
+    """The balance and devices of a module whose layers are already on their devices.
 
-    Consecutive layers on one device form a partition. A layer without tensors that no layer before
-    it has goes with the one before it, the first ones with the first that has any.
+    Consecutive layers on one device form a partition. A layer without tensors of its own (tied ones
+    belong to their first layer) joins the layer before it, or at the start the first with tensors.
     """
     seen, homes = set[int](), list[torch.device | None]()
     for name, layer in module._modules.items():
@@ -139,12 +139,12 @@ def placed_balance(module: nn.Sequential) -> tuple[list[int], list[torch.device]
 
 
 def default_devices(partitions: int) -> list[torch.device]:
-    """All accelerators; where there is none, one CPU worker for each partition."""
+    """All accelerators; without any, one CPU worker per partition."""
     return accelerators() or [torch.device("cpu", j) for j in range(partitions)]
 
 
 def check_devices(devices: Any) -> list[Any]:
-    """Returns the devices as a list."""
+    """The devices as a list; raises with the way out if they are none."""
     if isinstance(devices, int) and not isinstance(devices, bool):
         raise TypeError(
             f"devices={devices!r} is a number, and devices is a list: write devices=[0, 1, ...] "
@@ -169,7 +169,7 @@ def _is_device(name: Any) -> bool:
 
 
 def resolve_workers(devices: Sequence[Any], partitions: int) -> list[Worker]:
-    """A worker for each partition; the same device named twice gives the same worker."""
+    """One worker per partition; equal devices share a worker."""
     given = list(devices)
     if len(given) < partitions:
         raise IndexError(
@@ -186,7 +186,7 @@ def _check_device(device: Any) -> torch.device:
     if isinstance(device, bool) or not isinstance(device, (int, str, torch.device)):
         raise TypeError(f"devices: {device!r} is not a device (a torch.device, a str or an int)")
     there = accelerators()
-    kind = there[0].type if there else "cuda"  # of a number; refused below all the same
+    kind = there[0].type if there else "cuda"  # of a number; without accelerators it raises below
     try:
         found = checked_device(device, kind)
     except RuntimeError as error:
@@ -206,7 +206,7 @@ def _check_device(device: Any) -> torch.device:
 
 
 def check_input(input: Any, device: torch.device) -> None:
-    """Refuses input that is not where the first partition is."""
+    """Raise if the input is not on the device of the first partition."""
     for leaf in flatten(input)[0]:
         tensor = leaf.tensor if isinstance(leaf, NoChunk) else leaf
         if isinstance(tensor, Tensor) and not same_memory(tensor.device, device):
@@ -217,9 +217,9 @@ def check_input(input: Any, device: torch.device) -> None:
 
 
 def moves(fn: Callable[[Tensor], Tensor], devices: Sequence[torch.device]) -> bool:
-    """Whether what ``nn.Module._apply`` is given changes devices, or gives tensors without values.
+    """Whether ``fn``, given to ``nn.Module._apply``, changes devices or discards values.
 
-    It is tried on a tensor on each device.
+    Tries ``fn`` on a tensor on each device.
     """
     for device in dict.fromkeys(devices):
         probe = torch.arange(1.0, 65.0, device=device)

@@ -1,14 +1,14 @@
-"""Loads checkpoints that the older pipeline libraries wrote.
+"""Translates the keys of checkpoints that older pipeline libraries wrote.
 
-Their keys say in which partition a layer was:
+Their keys name the partition of each layer:
 
     torchgpipe, fairscale                   partitions.{j}.{name of the layer}.weight
-    torch.distributed.pipeline.sync         partitions.{j}.{place in the partition}.weight
+    torch.distributed.pipeline.sync         partitions.{j}.{index in the partition}.weight
 
-The last one also took layers apart that are an ``nn.Sequential`` themselves. So keys are matched
-by the layers' names where that gives just the keys of the model, and otherwise by their order,
-which is the same in all of them whatever the balance was. torchgpipe's decorator put a wrapper
-around each layer with skips: ``0.module.conv.weight`` where ours says ``0.conv.weight``.
+The last library also flattened layers that are an ``nn.Sequential`` themselves. So keys are matched
+by the layers' names if that gives exactly the keys of the model, and otherwise by their order,
+which does not depend on the balance. torchgpipe's decorator wrapped each layer with skips:
+``0.module.conv.weight`` is ``0.conv.weight`` here.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from syncpipe.skip.skippable import is_skippable
 __all__ = ["translate_keys"]
 
 _OLD_KEY = re.compile(r"partitions\.\d+\.([^.]+\..+)")
-#: Buffers of torchgpipe's DeferredBatchNorm, which hold nothing between mini-batches.
+#: Buffers of torchgpipe's DeferredBatchNorm, which are empty between mini-batches.
 _ACCUMULATORS = ("sum", "sum_squares")
 
 
 def translate_keys(state_dict: dict[str, Any], prefix: str, module: nn.Module) -> None:
-    """Renames old keys in place to those of ``module``; does nothing when there are none.
+    """Rename old keys, in place, to the keys of ``module``, whose children are the layers.
 
-    ``prefix`` is what stands before the keys of ``module``, whose children are the layers.
+    ``prefix`` is the common prefix of these keys in ``state_dict``.
     """
     wrapped = [
         path
@@ -38,7 +38,7 @@ def translate_keys(state_dict: dict[str, Any], prefix: str, module: nn.Module) -
         if is_skippable(layer)
         and "module" not in {*layer._modules, *layer._parameters, *layer._buffers}
     ]
-    names: list[str] = []  # of keys with a partition: the names of the layers, and the values
+    names: list[str] = []  # of keys with a partition
     values: list[Any] = []
     before = list(state_dict)
     for key in [key for key in before if key.startswith(prefix)]:
@@ -64,5 +64,5 @@ def translate_keys(state_dict: dict[str, Any], prefix: str, module: nn.Module) -
 
 
 def _kind(name: str, value: Any) -> tuple[str, Any]:
-    """The end of a name, and the shape of the value."""
+    """The last part of a name, and the shape of the value."""
     return name.rpartition(".")[2], getattr(value, "shape", None)

@@ -1,8 +1,8 @@
 """Tied tensors: parameters and buffers that are in layers of several stages.
 
 ``head.weight = embedding.weight``, one module at two places, ``tie_weights()``: outside of running
-cells there is one tensor, which all of these modules hold. Its owner is the first stage that has
-it. What the others compute with is for ``stages.sharing`` to say; here is who shares what.
+cells all of these modules hold the same tensor. Its owner is the first stage that has it. This file
+finds ties. ``stages.sharing`` makes the copies that the other stages compute with.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ __all__ = [
 
 
 class Place(NamedTuple):
-    """A parameter or buffer where it is: the stage, the module, its name in the wrapped module."""
+    """One place of a parameter or buffer: the stage, the module, the name in the wrapped module."""
 
     stage: int
     module: nn.Module
@@ -42,19 +42,17 @@ class Place(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Tie:
-    """A parameter or buffer that several stages have, in the order of layers: the owner first."""
+    """A parameter or buffer of several stages; the owner comes first in ``stages``."""
 
     tensor: Tensor
     places: tuple[Place, ...]
     stages: tuple[int, ...]
 
     def __str__(self) -> str:
-        """Its names."""
         return " and ".join(dict.fromkeys(map(str, self.places)))
 
 
 def _places(partitions: Sequence[nn.Module]) -> Iterator[Place]:
-    """All parameters and buffers of partitions, in the order of layers."""
     for j, partition in enumerate(partitions):
         paths = {module: f"{path}." if path else "" for path, module in partition.named_modules()}
         for module, _, name, tensor in places_of(partition):
@@ -62,7 +60,7 @@ def _places(partitions: Sequence[nn.Module]) -> Iterator[Place]:
 
 
 def find_ties(partitions: Sequence[nn.Module]) -> list[Tie]:
-    """What several partitions share, by the names in the wrapped module. Runs in each call."""
+    """The tensors that several partitions share; runs in every call."""
     homes: dict[int, int] = {}
     shared = {
         id(tensor)
@@ -84,16 +82,16 @@ def find_ties(partitions: Sequence[nn.Module]) -> list[Tie]:
 
 
 def move_layers(partitions: Sequence[nn.Module], devices: Sequence[torch.device]) -> None:
-    """Moves partitions to devices, in place. What is one tensor stays one, where it is first."""
+    """Move partitions to devices, in place; a shared tensor moves to its first device."""
     times = Counter(id(tensor) for each in partitions for *_, tensor in places_of(each))
-    now: dict[int, tuple[Tensor, Tensor]] = {}  # of what is in several places: it, and what it is
+    now: dict[int, tuple[Tensor, Tensor]] = {}  # shared tensors by id: the old and the new one
     for partition, device in zip(partitions, devices, strict=True):
         for _, module in modules_outside_pipes(partition):  # a pipe has devices of its own
             held = module._parameters, module._buffers
             own = [(name, t) for tensors in held for name, t in tensors.items() if t is not None]
             there = [t for _, t in own if id(t) in now]
             stay = {id(t) for t in there} | {id(t.grad) for t in there if t.is_leaf}
-            # What is there already is not touched: "cpu:1" is a worker, not a memory of its own.
+            # "cpu:1" is a worker without memory of its own: tensors in the same memory do not move.
             if not all(id(t) in now or same_memory(t.device, device) for _, t in own):
                 move = partial(_to, device, stay)
                 module._apply(move, recurse=False)  # type: ignore[no-untyped-call]
@@ -131,7 +129,7 @@ def _check(tie: Tie, partitions: Sequence[nn.Module]) -> None:
 
 
 def check_replicas(ties: Sequence[Tie], replicas: Sequence[int]) -> None:
-    """Refuses ties with stages that have replicas."""
+    """Raise if a tie is in a stage with replicas."""
     for tie in ties:
         for j in tie.stages:
             if replicas[j] > 1:
@@ -143,7 +141,7 @@ def check_replicas(ties: Sequence[Tie], replicas: Sequence[int]) -> None:
 
 
 def check_modes(ties: Sequence[Tie]) -> None:
-    """Refuses normalisations in training that have running statistics in common."""
+    """Raise if normalisations in training share running statistics."""
     for tie in ties:
         for place in tie.places:
             module = place.module
@@ -159,14 +157,14 @@ def check_modes(ties: Sequence[Tie]) -> None:
 
 
 def overlapping(partitions: Sequence[nn.Module]) -> Iterator[tuple[Place, Place]]:
-    """Pairs of different parameters and buffers of partitions that have memory in common."""
+    """Pairs of different parameters and buffers that overlap in memory."""
     found: dict[int, dict[int, Place]] = {}
     for place in _places(partitions):
         tensor = place.tensor
         if not is_lazy(tensor) and tensor.layout is torch.strided and tensor.numel():
             found.setdefault(storage_of(tensor), {}).setdefault(id(tensor), place)
     for group in found.values():
-        near: list[tuple[Place, int]] = []  # and where they end
+        near: list[tuple[Place, int]] = []  # with the end of their memory
         for a in sorted(group.values(), key=lambda place: extent(place.tensor)):
             start, end = extent(a.tensor)
             near = [(b, b_end) for b, b_end in near if b_end > start]
@@ -176,7 +174,7 @@ def overlapping(partitions: Sequence[nn.Module]) -> Iterator[tuple[Place, Place]
 
 
 def check_memory(partitions: Sequence[nn.Module]) -> None:
-    """Refuses different parameters of partitions on different devices that overlap in memory."""
+    """Raise if different parameters or buffers of two partitions overlap in memory."""
     for a, b in overlapping(partitions):
         if a.stage != b.stage:
             raise ValueError(

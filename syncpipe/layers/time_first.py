@@ -1,7 +1,7 @@
 """Warns where a pipe would cut time: modules with ``batch_first=False``, PyTorch's default.
 
-A pipe cuts dimension 0. A model that transposes before such a module is right, and one that does
-not computes something else in micro-batches, without an error.
+A pipe cuts dimension 0. A model that does not transpose before such a module computes wrong results
+on micro-batches, without an error.
 """
 
 from __future__ import annotations
@@ -15,24 +15,24 @@ from torch import Tensor, nn
 
 __all__ = ["watch_time_first"]
 
-#: Layers that leave the batch in the dimension where it is.
+#: Layers that do not move the batch to another dimension.
 _KEEP_IT = (nn.Linear, nn.Embedding, nn.LayerNorm, nn.Dropout, nn.Identity, nn.ReLU, nn.GELU,
             nn.SiLU, nn.Tanh, nn.Sigmoid, nn.RNNBase, nn.MultiheadAttention,
             nn.TransformerEncoderLayer, nn.TransformerDecoderLayer)  # fmt: skip
 
 
 def watch_time_first(modules: Iterable[tuple[str, nn.Module]], sizes: Sequence[int]) -> None:
-    """Looks at what each time-first module is given first; for the first call of a pipe.
+    """Check the first input of each time-first module, in the first call of a pipe.
 
-    ``modules`` are those of the pipe with their names, its layers without a dot; ``sizes`` those of
-    the micro-batches, at least of those that have come to light.
+    ``modules`` are the modules of the pipe by name (layers have no dot in theirs), ``sizes`` the
+    sizes of the micro-batches known so far.
     """
-    certain = True  # whether layers are given the batch in the dimension of the input
+    certain = True  # whether the batch is still in dimension 0
     for name, module in modules:
         if name and "." not in name:
             certain = certain and isinstance(module, _KEEP_IT)
         if isinstance(module, (nn.RNNBase, nn.MultiheadAttention)) and not module.batch_first:
-            handles: list[Any] = []  # removed by the first call, so fast ways are not lost
+            handles: list[Any] = []  # the first call removes the hook: hooks disable fast paths
             look = partial(_look, handles, name, sizes, certain)
             handles.append(module.register_forward_pre_hook(look))
 

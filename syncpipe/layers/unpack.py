@@ -1,11 +1,10 @@
-"""Layers with several arguments: what one layer returns is spread over those of the next one.
+"""Layers with several arguments: the output of a layer is spread over the arguments of the next.
 
     tuple           layer(*value)
     dict            layer(**value)
     anything else   layer(value)
 
-A ``NamedTuple``, a list, a dataclass and a ``ModelOutput`` are one value each: they have names of
-their own, which a layer that takes them apart knows.
+A ``NamedTuple``, a list, a dataclass and a ``ModelOutput`` are passed as one argument each.
 """
 
 from __future__ import annotations
@@ -23,9 +22,9 @@ class PipeSequential(nn.Sequential):
     """An ``nn.Sequential`` whose layers may take and return several values.
 
     Tuples are spread over the positional arguments of the next layer and dicts over its keyword
-    arguments, as in ``torch.distributed.pipeline.sync.PipeSequential``. It is the plain model of
-    ``Pipe(..., unpack=True)``: a ``Pipe`` of one unpacks by itself, and so do
-    :func:`syncpipe.balance.profile`, ``balance_by_time``, ``balance_by_size`` and ``plan``::
+    arguments, as in ``torch.distributed.pipeline.sync.PipeSequential``. This is the plain model of
+    ``Pipe(..., unpack=True)``. ``Pipe``, :func:`syncpipe.balance.profile`, ``balance_by_time``,
+    ``balance_by_size`` and ``plan`` set ``unpack`` by themselves for a ``PipeSequential``::
 
         model = PipeSequential(Embed(), Block(), Block(), Head())   # Block: (x, mask) -> (x, mask)
         logits = model(tokens, mask)
@@ -34,41 +33,38 @@ class PipeSequential(nn.Sequential):
     """
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Calls the first layer with these arguments, and each other one with what came out."""
+        """Call the first layer with these arguments, and each other layer with the last output."""
         first, *layers = self._modules.values()
         return chained(layers, first(*args, **kwargs))
 
 
 def spread(layer: Any, value: Any) -> Any:
-    """Calls a layer with one value, which is spread over its arguments."""
+    """Call a layer with one value, which is spread over its arguments."""
     if type(value) is tuple:
         return layer(*value)
     return layer(**value) if type(value) is dict else layer(value)
 
 
 def chained(layers: Iterable[Any], value: Any) -> Any:
-    """Layers one after another, each with what the one before it returned."""
+    """Call layers one after another, each with the output of the one before."""
     for layer in layers:
         value = spread(layer, value)
     return value
 
 
 def unpacks(module: nn.Module) -> bool:
-    """Whether the layers of a module take their values apart."""
+    """Whether the values between the layers of a module are spread over arguments."""
     return isinstance(module, PipeSequential)
 
 
 def call_note(error: BaseException, layer: Any, value: Any, *, unpack: bool) -> str | None:
-    """What to say of a layer that was called with other arguments than it takes, if it was.
-
-    ``error`` is what calling it with ``value`` raised; ``unpack`` whether that was spread.
-    """
+    """A note for ``error`` if ``layer`` does not take ``value`` (spread if ``unpack``)."""
     if not isinstance(error, TypeError):
         return None
     try:
         bind = inspect.signature(getattr(layer, "forward", layer)).bind
     except (TypeError, ValueError):
-        return None  # nobody knows
+        return None  # its signature is unknown
 
     def fits(*args: Any, **kwargs: Any) -> bool:
         try:

@@ -1,7 +1,6 @@
-"""``verify``: the check that a user can run before the first long training.
+"""``verify``: a check to run before the first long training.
 
-Runs are compared: of the plain model, and of the pipe under its drivers and schedules. All of them
-start from the same weights, buffers and random state, with copies of the same inputs.
+It compares runs of the plain model with runs of the pipe under its drivers and schedules.
 """
 
 from __future__ import annotations
@@ -63,9 +62,9 @@ _ADDS = (
     "hook): once for each micro-batch, whatever its share of the loss. Divide it by the number of "
     "micro-batches, or return the other loss beside the output, for loss_fn to add"
 )
-_SUMS = 1e-3  #: how far sums in another order may be off
+_SUMS = 1e-3  #: relative error that sums in another order may have
 _T = TypeVar("_T")
-Values = dict[str, dict[str, Any]]  # for each column of the report values by name
+Values = dict[str, dict[str, Any]]  # values by name for each column of the report
 
 
 def verify(
@@ -78,38 +77,38 @@ def verify(
     weight: Callable[[Any], Any] | Sequence[Any] | None = None,
     loss_reduction: str | None = None,
 ) -> Report:
-    """Check that a pipe computes what its layers compute by themselves, and says why if not.
+    """Check that a pipe computes what its layers compute without it, and report why if not.
 
-    The layers are run plainly, one after another, on the whole mini-batch and on its micro-batches;
-    then the pipe runs, by ``pipe(x)`` with ``loss.backward()``, and by ``train_batch`` under every
-    schedule that its devices allow. All runs start from the same weights, buffers and random
-    state; outputs, loss, gradients and buffers are compared::
+    The plain layers run one after another, on the mini-batch and on its micro-batches. Then the
+    pipe runs: ``pipe(x)`` with ``loss.backward()``, and ``train_batch`` under every schedule that
+    its devices allow. All runs start from the same weights, buffers, inputs and random state. Their
+    outputs, losses, gradients and buffers are compared::
 
         report = syncpipe.verify(pipe, input, target, loss_fn=F.cross_entropy)
         print(report)
         assert report.ok
 
-    A mini-batch of few samples will do; it takes five to seven steps of the plain model, and one of
-    the pipe for each schedule. The plain model runs without recomputation, and copies of weights,
-    buffers and gradients are kept in the CPU's memory. Layers that draw random numbers are given
-    those that they get in the pipe; micro-batches and the mini-batch cannot draw the same.
+    A mini-batch of few samples suffices. The check takes five to seven steps of the plain model,
+    without recomputation, and one step of the pipe per schedule. It keeps copies of weights,
+    buffers and gradients in CPU memory. Random layers draw the same numbers in the plain model as
+    in the pipe, but not the same for micro-batches as for the mini-batch.
 
-    Afterwards all is as it was, also after an error or Ctrl-C: weights, buffers, gradients, modes
-    and what else is in the modules, random states. Hooks by which an optimizer steps as soon as a
-    gradient is there do not run.
+    Weights, buffers, gradients, modes, other attributes of the modules, and random states are
+    restored, also after an error or Ctrl-C. Post-accumulate-grad hooks (of optimizers that step
+    during backward) do not run.
 
     Args:
-        pipe: the pipe, in the mode in which it is to be checked, mostly ``train()``.
+        pipe: the pipe, in the mode to check, usually ``train()``.
         input, target, loss_fn, weight, loss_reduction: as for ``train_batch``.
-        schedules: names, schedules, or functions that make them, or one of these; None for all
-            that have a name, and the pipe's own.
+        schedules: names, schedules, or functions that make them, or one of these. None: all named
+            schedules, and the pipe's own.
 
     Returns:
-        The report: ``print`` it; ``ok`` says whether all is equal, to rounding at least.
+        The report, to be printed. ``ok``: whether all runs are equal, at least up to rounding.
 
     Raises:
-        TypeError, ValueError: an argument does not fit. Whatever the layers raise on the whole
-            mini-batch is raised as it is; what a later run raises is in the report.
+        TypeError, ValueError: an argument does not fit. Errors of the layers on the whole
+            mini-batch propagate. Errors of later runs are in the report.
     """
     if not isinstance(pipe, Pipe):
         raise TypeError(
@@ -133,22 +132,21 @@ def verify(
     named = [*SCHEDULES, *(own for own in [pipe.schedule] if own not in [*SCHEDULES])]
     asked = named if schedules is None else list(map(checked_schedule, schedules))
     options = {"loss_fn": loss_fn, "weight": weight, "loss_reduction": loss_reduction}
-    with pipe._build().training:  # nobody trains it meanwhile
+    with pipe._build().training:  # excludes training in other threads
 
         def run() -> Report:
-            pipe._source(input, target, None)  # refuses what train_batch would refuse
+            pipe._source(input, target, None)  # raises what train_batch would raise
             pair = input_and_target(input, target)
             return _Check(pipe, *pair, loss, options).report(asked)
 
-        # The loss was checked with these arguments, not with others, and the first call of all is
-        # still to come.
+        # This call is no training: the checks of the first call of train_batch are still to come.
         return with_swaps(
             [(pipe, "_loss_counts", LossCounts()), (pipe, "_time_checked", True)], run
         )
 
 
 class _Check:
-    """One call of :func:`verify`. Each run leaves everything behind as it was."""
+    """One call of :func:`verify`. Each run restores the state of the modules."""
 
     def __init__(
         self, pipe: Pipe, input: Any, target: Any, loss: Loss, options: dict[str, Any]
@@ -158,7 +156,7 @@ class _Check:
         self._loss, self._options = loss, options
         self._layers = layers_of(self._pipeline)
         self._m = self._source(pipe.chunks).m
-        self._model = nn.Module()  # tied tensors have their first name in it
+        self._model = nn.Module()  # gives tied tensors their first name
         self._model._modules.update({layer.name: layer.module for layer in self._layers})
         if isinstance(loss.function, nn.Module):
             self._model._modules["loss_fn"] = loss.function
@@ -166,20 +164,20 @@ class _Check:
         modules: dict[str, Any] = {**stages, **self._model._modules}
         self._state = State(modules, leave=[pipe])
         self._others: list[Tensor] = []  # leaves that belong to no layer
-        # The last bit depends on how many threads compute it: layers of CPU workers share them.
+        # The last bit depends on the number of threads, and CPU workers share the threads.
         self._share = self._threads = torch.get_num_threads()
         if len(self._pipeline.workers) > 1 and not INLINE.get() and self._pipeline.on_cpu:
             self._share = self._pipeline.engine.share()
         self._devices = list(dict.fromkeys(each.stage.device for each in self._layers))
         kinds = {device.type for device in self._devices}
-        self._rounding = 5e-3 if kinds - {"cpu"} else 0.0  # TF32, and sums in any order
+        self._rounding = 5e-3 if kinds - {"cpu"} else 0.0  # for TF32 and sums in any order
         half = any(p.is_floating_point() and p.itemsize < 4 for p in self._model.parameters())
         if half or any(map(torch.is_autocast_enabled, kinds)):
             self._rounding = 5e-2
         self._seen: list[Observation] = []
-        self._made: dict[tuple[int, ...], Values] = {}  # by the order in which they go back
+        self._made: dict[tuple[int, ...], Values] = {}  # by the order of backward
         self._rows: list[list[Any]] = []  # the leaves of the outputs of micro-batches
-        self._apart = ""  # why outputs of micro-batches cannot be put together
+        self._apart = ""  # why outputs of micro-batches cannot be concatenated
         self._loss_draws, self._loss_differs = False, ""
         replicas = f"replicas={pipe.replicas}, " if max(pipe.replicas) > 1 else ""
         self._report = Report(
@@ -215,7 +213,7 @@ class _Check:
         return self._report
 
     def _check_layers(self) -> None:
-        """Whether each layer gives for micro-batches what it gives for the mini-batch."""
+        """Compare each layer's outputs for micro-batches with those for the mini-batch."""
         cut = self._source(self._pipe.chunks)
         given = self._source(1).pull(0), [cut.pull(i) for i in range(cut.m)], self._pipe
         run_layers = partial(observe, self._layers, *given, self._seen)
@@ -238,7 +236,7 @@ class _Check:
                 raise failed
 
     def _check_conversion(self) -> None:
-        """Whether converted layers do what their model does, as long as that is there."""
+        """Compare converted layers with their model, if it still exists."""
         layers: Any = Converted(*(layer.module for layer in self._layers))
         origin = getattr(layers[0], "_origin", Origin())
         if (model := origin.modules.get("")) is None:
@@ -265,7 +263,7 @@ class _Check:
                 )
 
     def _compare(self, name: str, order: tuple[int, ...], make: Callable[[], Values]) -> None:
-        """Runs the pipe beside the plain model; says what differs, where first, and why."""
+        """Compare a run of the pipe with the plain model, and report a difference and its cause."""
         with self._run(name) as run:
             expected = self._expected(order)
             threads = self._threads if name == "pipe(x)" else None
@@ -274,7 +272,7 @@ class _Check:
                 run.not_applicable = why
                 return
             made = self._state.restoring(make, self._devices, threads)
-            # A tensor of all micro-batches gets one gradient, their sum, in pipe(x).
+            # In pipe(x) the tensors of common outputs get one gradient, the sum of all.
             rounding = max(self._rounding, 1e-5 if threads and self._common else 0.0)
             for column in COLUMNS:
                 run.comparisons[column] = compare(made[column], expected[column], rounding)
@@ -286,11 +284,11 @@ class _Check:
             run.where = run.where or self._by_gradients(run.comparisons["gradients"])
             run.reason = reason or "not found: each layer gives the same in the pipe as plainly"
 
-    # --- what is found ---------------------------------------------------------------------------
+    # --- findings --------------------------------------------------------------------------------
 
     @contextmanager
     def _run(self, name: str, beside: str = _PIPE) -> Iterator[Run]:
-        """A run of the report, which says what it raises."""
+        """A run of the report, which catches and reports exceptions."""
         self._report.runs.append(run := Run(name, beside, beside == _PIPE))
         try:
             yield run
@@ -309,13 +307,13 @@ class _Check:
             run.reason = reason or "the message says it"
 
     def _culprit(self) -> tuple[str, str]:
-        """The first layer that a pipe can make give something else, and why."""
+        """The first layer whose results a pipe can change, and the reason."""
         for each in self._seen:
             if each.writes or (not each.repeats and "buffer" not in each.changed):
                 return str(each.layer), each.reason()
         return "", ""
 
-    # --- what is run -----------------------------------------------------------------------------
+    # --- runs ------------------------------------------------------------------------------------
 
     def _alone(self, run: Callable[[], _T], on: str) -> _T:
         try:
@@ -330,9 +328,9 @@ class _Check:
         return self._made[order]
 
     def _compare_gradients(self, run: Run) -> None:
-        """Whether micro-batches give the gradients of the mini-batch, where they give its loss.
+        """Compare gradients of micro-batches with the mini-batch's, if the losses are equal.
 
-        What draws random numbers is in evaluation mode for that, as far as it is found.
+        Modules found to draw random numbers are in evaluation mode meanwhile.
         """
         if not all(each.draws or (each.repeats and each.comparison.same) for each in self._seen):
             return
@@ -359,7 +357,8 @@ class _Check:
         columns = ["loss"] if self._apart else ["loss", "outputs"]
         parts, whole = found
         if all(compare(parts[c], whole[c], rounding).same for c in columns):
-            own = dict(self._model.named_parameters())  # others may not be used by all
+            # Some micro-batches may not use the leaves that belong to no layer.
+            own = dict(self._model.named_parameters())
             mine = [{n: g for n, g in v["gradients"].items() if n in own} for v in found]
             far = compare(mine[0], mine[1], rounding)
             run.comparisons["gradients"] = far
@@ -368,17 +367,17 @@ class _Check:
                 run.where, run.reason = self._by_gradients(far), _ADDS
 
     def _by_gradients(self, comparison: Comparison) -> str:
-        """The last layer whose gradients differ, which goes back first."""
+        """The last layer whose gradients differ: its backward runs first."""
         names = {name.split(".")[0] for name in comparison.names}
         off = [layer for layer in self._layers if layer.name in names]
         return f"{off[-1]}, by its gradients" if off else ""
 
     def _plain(self, order: Sequence[int], chunks: int | None = None) -> Values:
-        """The plain model, whose micro-batches go back in an order."""
+        """Run the plain model, with the backward of micro-batches in ``order``."""
         inputs, given = self._leaves_of_input()
         source = self._source(self._pipe.chunks if chunks is None else chunks, given)
         run = PlainRun(self._layers)
-        # One loss needs no weight, and those that are given are for the micro-batches.
+        # Given weights are per micro-batch, and the mini-batch as a whole needs none.
         loss = self._loss if source.m == self._m else replace(self._loss, weigh=None)
         objective = Objective(loss, source)
         check = LossCheck(objective, source.targets, asked=False) if source.m > 1 else None
@@ -397,13 +396,13 @@ class _Check:
         for i in order:
             if roots[i].requires_grad:
                 torch.autograd.backward(roots[i])
-            for leaf in self._state.leaves:  # two may have one memory for their first gradients
+            for leaf in self._state.leaves:  # first gradients of two leaves may share memory
                 leaf.grad = None if leaf.grad is None else leaf.grad.clone()
         run.statistics.commit()
         self._loss_draws, self._drew = len(self._layers) in run.drew, bool(run.drew)
         found = None if check is None or self._loss_draws else check.compare(self._common)
         if found is not None and found.wrong:
-            # The last sentence is the way out of train_batch, which verify does not have.
+            # The last sentence names an argument of train_batch that verify does not have.
             self._loss_differs = found.text.rsplit(" If ", 1)[0]
         try:
             output = gather(kept, self._common)
@@ -426,7 +425,7 @@ class _Check:
 
         torch.set_num_threads(self._share)
         columns = [cut(k, leaf) for k, leaf in enumerate(leaves)]
-        pieces = [  # in memory of their own, as plainly: its alignment can decide the last bit
+        pieces = [  # cloned as in the plain model: alignment can change the last bit
             map_tensors(lambda ts: [t.clone() for t in ts], unflatten(row, structure))
             for row in zip(*columns, strict=True)
         ]
@@ -451,12 +450,12 @@ class _Check:
     # --- inputs, losses, gradients ---------------------------------------------------------------
 
     def _source(self, chunks: int, input: Any = None) -> Source:
-        """The mini-batch, cut into so many micro-batches; copies, where no input is given."""
+        """The mini-batch cut into ``chunks`` micro-batches; a copy of it if ``input`` is None."""
         input = _fresh(self._input) if input is None else input
         return Source(*scatter_pair(batch_input(self._pipe, input), _fresh(self._target), chunks))
 
     def _leaves_of_input(self) -> tuple[dict[str, Tensor], Any]:
-        """Leaves by name, and the input made of them, into which layers may write."""
+        """The leaves of a copy of the input by name, and the input, into which layers may write."""
         input = _fresh(self._input)
         inputs = {
             name: leaf.requires_grad_()
@@ -466,7 +465,7 @@ class _Check:
         return inputs, map_tensors(clones, input)
 
     def _roots(self, objective: Objective, source: Source, outputs: list[Any]) -> list[Tensor]:
-        """What micro-batches go back from."""
+        """The tensors from which the backward of each micro-batch starts."""
         device = self._layers[-1].stage.device
         objective.known_weights = placed(objective.known_weights, device)
         roots = []
@@ -486,11 +485,11 @@ class _Check:
                 self._others.append(leaf)
 
     def _values(self, output: Any, loss: Tensor | Objective, inputs: dict[str, Tensor]) -> Values:
-        """What came out, with the gradients of the mini-batch, in the CPU's memory."""
+        """All values of a run, with the gradients of the mini-batch, in CPU memory."""
         if isinstance(loss, Objective):
             factor, loss = loss.factor(), loss.loss()
             for leaf in [] if factor is None else [*self._state.leaves, *inputs.values()]:
-                if leaf.grad is not None:  # the weight of the mini-batch is known in the end only
+                if leaf.grad is not None:  # the total weight is known only at the end
                     leaf.grad.mul_(placed(factor, leaf.device))
         leaves: dict[str, Tensor] = dict(self._model.named_parameters())
         for k, leaf in enumerate(self._others):
@@ -508,7 +507,7 @@ class _Check:
 
 
 def _fresh(tree: Any) -> Any:
-    """A copy in memory that is laid out the same way; without gradients."""
+    """A detached copy with the same memory layout."""
     leaves, structure = flatten(tree)
     leaves = [NoChunk(_fresh(x.tensor)) if isinstance(x, NoChunk) else x for x in leaves]
     return map_tensors(lambda ts: clones([t.detach() for t in ts]), unflatten(leaves, structure))

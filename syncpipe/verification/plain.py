@@ -1,8 +1,8 @@
-"""The plain model: the layers one after another by hand, and what each of them does by itself.
+"""The plain model: the layers one after another without a pipe, and observations of each layer.
 
-It has nothing of the pipe's but three things, which are what a pipe means: values move to the
-device of each layer; a layer that draws random numbers is seeded as in a pipe, by (draw of the
-call, layer, micro-batch); deferred batch normalisations leave their statistics to the mini-batch.
+It shares three things with a pipe: values move to the device of each layer, a layer that draws
+random numbers is seeded by (draw of the call, layer, micro-batch), and deferred batch
+normalisations collect the statistics of the mini-batch.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ from syncpipe.state import State
 
 __all__ = ["Layer", "Observation", "PlainRun", "layers_of", "observe", "placed"]
 
-_RUNNING = ("running_mean", "running_var", "num_batches_tracked")  # these change as they should
+_RUNNING = ("running_mean", "running_var", "num_batches_tracked")  # expected to change
 
 
 @dataclass(frozen=True)
 class Layer:
-    """A layer of a pipe: its place in the whole model, its name there, itself, where it runs."""
+    """A layer of a pipe, with its index and name in the whole model, and its stage."""
 
     index: int
     name: str
@@ -45,14 +45,14 @@ class Layer:
     stage: Stage
 
     def call(self) -> Callable[[Any], Any]:
-        """How it is called. Tied weights of another device come here, and gradients go back."""
+        """The call of the layer, with tied weights of other devices copied (with gradients)."""
         call = partial(spread, self.module) if self.stage.partition.unpack else self.module
         tensors = chain(self.module.named_parameters(), self.module.named_buffers())
         here = self.stage.device
         away = {f"0.{name}": t for name, t in tensors if not same_memory(t.device, here)}
         if not away:
             return call
-        holder = nn.Sequential(self.module)  # its tensors can be replaced during a call
+        holder = nn.Sequential(self.module)  # for functional_call
         holder.__dict__["forward"] = call
         return lambda value: torch.func.functional_call(holder, placed(away, here), (value,))
 
@@ -75,10 +75,11 @@ def placed(tree: Any, device: torch.device) -> Any:
 
 
 class PlainRun:
-    """One run of the plain model. It begins with a draw from the caller's generator, as a call.
+    """One run of the plain model. As a call of a pipe, it draws a seed from the global generator.
 
-    ``drew`` has the layers that drew random numbers; the loss function comes after the last one.
-    ``statistics`` are those of the mini-batch, to be committed.
+    Attributes:
+        drew: the indices of layers that drew random numbers; the loss function is one more layer.
+        statistics: of batch normalisations for the mini-batch, for the caller to commit.
     """
 
     def __init__(self, layers: list[Layer]) -> None:
@@ -86,7 +87,7 @@ class PlainRun:
         self.drew: set[int] = set()
 
     def forward(self, i: int, value: Any) -> Any:
-        """The output for a micro-batch. Hooks of partitions run around their layers."""
+        """The output for a micro-batch. Hooks of partitions run, too."""
         store: Store = {}
 
         def through(layers: Iterable[Layer], value: Any) -> Any:
@@ -115,7 +116,7 @@ class PlainRun:
             raise
 
     def seeded(self, index: int, i: int, function: Callable[[Any], Any], value: Any) -> Any:
-        """What a layer gives for a micro-batch; or the loss function, as one more layer."""
+        """The seeded output of a layer, or of the loss function, for a micro-batch."""
         last = self._layers[-1].index
         generators = Generators(self._layers[min(index, last)].stage.device)
         cell = self._seed, index, i
@@ -126,14 +127,14 @@ class PlainRun:
 
 
 class Observation(NamedTuple):
-    """What is seen of a layer that runs plainly, on the mini-batch and on its micro-batches.
+    """Observations of a layer that ran without a pipe, on the mini-batch and on micro-batches.
 
     Attributes:
-        comparison: of its outputs for the micro-batches with that for the mini-batch.
-        repeats: it gives the same twice for the same input and random numbers.
-        draws: it draws random numbers as PyTorch's layers do, so that these have to differ.
+        comparison: of the outputs for micro-batches with the output for the mini-batch.
+        repeats: two runs with the same input and random numbers are equal.
+        draws: it draws random numbers, so its outputs for micro-batches differ.
         writes: it modifies its input in place.
-        changed: by kind, what its forwards changed in it.
+        changed: by kind, the names of attributes that its forward changed.
     """
 
     layer: Layer
@@ -189,14 +190,14 @@ class Observation(NamedTuple):
 def observe(
     layers: list[Layer], whole: Any, pieces: list[Any], leave: Any, seen: list[Observation]
 ) -> Exception | None:
-    """Runs each layer on the mini-batch, and on the micro-batches that it consists of.
+    """Run each layer on the mini-batch and on its micro-batches, and append to ``seen``.
 
-    A layer after one that draws or differs gets the joined micro-batches as its mini-batch, so each
-    is seen by itself. ``leave`` is no layer's own; ``seen`` gets what is seen. Returns what a layer
-    raised on a micro-batch.
+    A layer after one that draws or differs gets the joined micro-batches as its mini-batch, so
+    each is observed by itself. ``leave`` is excluded from the state of layers. Returns the
+    exception of a layer on a micro-batch, if any.
     """
     run = PlainRun(layers)
-    # What becomes of graphs is put together in the outputs only.
+    # Values made of graphs can be joined only in the outputs.
     ragged = any(map(batch_kind, flatten(whole, batches=True)[0]))
     store: Store = {}
     stores: list[Store] = [{} for _ in pieces]
@@ -214,7 +215,7 @@ def observe(
         apart = ragged and (layer is not layers[-1] or any(each.draws for each in seen))
         try:
             joined = whole if apart else gather(pieces, getattr(layer.module, "common_outputs", ()))
-        except ValueError:  # there is a mean over samples in it, say
+        except ValueError:  # for example a mean over samples
             joined = whole
         comparison = compare(by_name("output", joined), by_name("output", whole))
         changed: dict[str, list[str]] = {}
@@ -231,7 +232,7 @@ def observe(
 
 
 def _twice(run: PlainRun, layer: Layer, whole: Any, store: Store) -> list[tuple[Any, Store]]:
-    """What a layer gives for copies, into which it may write, with the skips after it; twice."""
+    """Run a layer twice on copies (it may write into them); returns outputs and skips of both."""
     found = []
     for _ in range(2):
         value, skips = map_tensors(clones, (whole, list(store.values())))

@@ -1,4 +1,4 @@
-"""What came out of a check, on a page."""
+"""The report of ``verify``."""
 
 from __future__ import annotations
 
@@ -14,12 +14,16 @@ COLUMNS = ("outputs", "loss", "gradients", "input_gradients", "buffers")
 
 @dataclass
 class Run:
-    """One run, beside the one that it is compared with.
+    """One run, compared with another.
 
-    Its ``name`` is ``"pipe(x)"``, that of the schedule of ``train_batch``, or of the plain model
-    ``"micro-batches"`` or ``"loss of each micro-batch"``. An ``error`` is what it raised, and
-    ``not_applicable`` why there is nothing to run or to compare. ``what`` is different, if anything
-    is, ``where`` the first layer that differs, and ``reason`` the likely one.
+    Attributes:
+        name: ``"pipe(x)"``, the schedule of ``train_batch``, or for the plain model
+            ``"micro-batches"`` or ``"loss of each micro-batch"``.
+        beside: the two runs that are compared, for the page.
+        error: the exception that it raised.
+        not_applicable: why it did not run or was not compared.
+        what: the difference, if any; ``where``: the first layer that differs; ``reason``: the
+            likely reason.
     """
 
     name: str
@@ -40,18 +44,18 @@ class Run:
 
     @property
     def ok(self) -> bool:
-        """Whether it ran, and nothing is different; or whether there was nothing to run."""
+        """Whether it raised nothing and nothing differs."""
         return not self.error and not self.different
 
 
 @dataclass
 class Report:
-    """What :func:`syncpipe.verify` found. Printed, it is a page.
+    """The result of :func:`syncpipe.verify`; ``print`` shows it as a page.
 
     Attributes:
         header: what was checked.
-        runs: of the plain model and of the pipe, each beside what it should equal.
-        notes: what else there is to know, such as what could not be compared.
+        runs: the runs of the plain model and of the pipe, with their comparisons.
+        notes: other facts, for example what could not be compared.
     """
 
     header: str
@@ -60,7 +64,7 @@ class Report:
 
     @property
     def ok(self) -> bool:
-        """Whether nothing is different: neither in the pipe, nor by cutting the mini-batch."""
+        """Whether neither the pipe nor cutting the mini-batch changes any result."""
         return all(run.ok for run in self.runs)
 
     @property
@@ -110,7 +114,7 @@ class Report:
 
 
 def _finding(runs: list[Run]) -> str:
-    """Runs in which the same is different."""
+    """The lines for runs with the same difference."""
     names, first = ", ".join(run.name for run in runs), runs[0]
     lines = [_filled(f"{names}: {first.what}", "- ")]
     if first.where:

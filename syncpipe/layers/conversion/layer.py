@@ -1,18 +1,18 @@
-"""Cuts what a model does into a chain of segments, and makes layers of them.
+"""Cuts the trace of a model into a chain of segments, and makes layers of them.
 
-Every leaf module begins a segment, and so does everything that uses a parameter by itself. Between
-two of these the cut is where the fewest bytes are on their way. What the next segment uses is
-handed to it; what is used later goes there as a skip, and from there on to its next use, so it
-passes over the devices between::
+Every leaf module, and every operation that uses a parameter itself, begins a segment. Between two
+of these the cut is where the fewest bytes cross. A value that the next segment uses is passed to
+that segment. A value used later goes to its first user as a skip, and from user to user, so it
+bypasses the devices in between::
 
     layer 0 --- x, y ---> layer 1 --- z ---> layer 2 --- z ---> layer 3
        \\----------------------- mask ----------------------/
 
-Training and evaluation are cut at the same leaf modules. What one of them does more, in an
-``if self.training``, is in the segment around it, and what goes from one segment to another is
-decided for each of them by itself.
+Training and evaluation are cut at the same leaf modules. Operations of one mode only (in an
+``if self.training``) belong to the segment around them. The values that cross a cut are determined
+per mode.
 
-A layer holds modules of the model at their paths, so that names are the model's::
+A layer holds modules of the model at their paths, so names are the model's::
 
     held by layer 3                 3 / transformer.h.0.ln_1.weight
     state_dict, named_parameters        transformer.h.0.ln_1.weight, in the order of the model
@@ -50,9 +50,9 @@ _FLOATS = ("torch.float16", "torch.bfloat16", "torch.float32", "torch.float64")
 
 @dataclass
 class _Segment:
-    """What a layer does in one mode, and the values that come and go, by the layer over there.
+    """The nodes of a layer in one mode, and the values that it exchanges, by the other layer.
 
-    The inputs of the model come from layer -1. What the last one gives is the model's output.
+    The inputs of the model come from layer -1. The output of the last segment is the model's.
     """
 
     nodes: list[fx.Node]
@@ -60,12 +60,12 @@ class _Segment:
     goes: dict[int, list[fx.Node]] = field(default_factory=dict)
 
     def modes(self, run: Tracer) -> set[str]:
-        """The modules by whose mode Python may have decided what is done here."""
+        """Paths of the modules whose mode may have decided the nodes of this segment."""
         calls = {n.meta["call"][:k]: n.meta["at"] for n in self.nodes for k in range(1, 9)}
         return {path for at, call, path in run.modes if at <= calls.get(call, -1)}
 
     def boundary(self) -> list[Any]:
-        """What tells whether other segments fit to this one: the keys of what comes and goes."""
+        """The keys of the values exchanged; segments with equal keys can replace each other."""
         ways = self.comes, self.goes
         return [[(k, [n.meta["key"] for n in way[k]]) for k in sorted(way)] for way in ways]
 
@@ -73,10 +73,10 @@ class _Segment:
 def layers_of(
     model: nn.Module, runs: Sequence[Tracer], signature: Signature, origin: Origin
 ) -> list[ConvertedLayer]:
-    """The layers of a model, as many as there can be, that do what was traced in each mode.
+    """The layers of a model, as many as possible, with the code of both modes.
 
-    Parameters and buffers that none of them uses are held by the last one, so that nothing is
-    missing in a checkpoint, or by the one that has them under another name.
+    The last layer holds the parameters and buffers that no layer uses, so checkpoints are complete.
+    If a layer has such a tensor under another name, that layer holds it.
     """
     found, namespace = list(zip(*_segments(runs, model), strict=True)), Namespace()
     layers = [ConvertedLayer(k, each, namespace, model, origin) for k, each in enumerate(found)]
@@ -84,7 +84,7 @@ def layers_of(
         set[str]().union(*(s.modes(run) for s, run in zip(each, runs, strict=True)))
         for each in found
     ]
-    if any(a.boundary() != b.boundary() for a, b in found):  # a layer cannot go its own way
+    if any(a.boundary() != b.boundary() for a, b in found):  # all layers must use one mode
         modes = [set().union(*modes)] * len(modes)
     for layer, paths in zip(layers, modes, strict=True):
         layer.follow(model, paths)
@@ -104,7 +104,7 @@ def layers_of(
 
 
 def _members(module: nn.Module) -> dict[str, Tensor]:
-    """The parameters and buffers of a module, all of their names."""
+    """The parameters and buffers of a module by name; shared ones under all of their names."""
     parameters = module.named_parameters(remove_duplicate=False)
     return dict(chain(parameters, module.named_buffers(remove_duplicate=False)))
 
@@ -142,10 +142,10 @@ def _begins(node: fx.Node, model: nn.Module) -> bool:
 
 
 def _costs(nodes: list[fx.Node]) -> list[float]:
-    """For each place what a cut there costs: the bytes that are on their way.
+    """The cost of a cut before each node: the number of bytes that cross it.
 
-    No cut may be where memory is written that is used under another name later: on another device
-    that would be a copy, which does not see what is written.
+    It is inf between a tensor and a write into an alias of it if the tensor is used after that
+    write: on another device the tensor would be a copy, which the write misses.
     """
     last_use = {used: p for p, node in enumerate(nodes) for used in node.all_input_nodes}
     tensors = {node: tensors_in(node.meta["value"]) for node in (*nodes, *last_use)}
@@ -163,7 +163,7 @@ def _costs(nodes: list[fx.Node]) -> list[float]:
 
 
 def _connected(nodes: list[fx.Node], cuts: list[int]) -> list[_Segment]:
-    """Segments, and what goes from which to which."""
+    """The segments between cuts, with the values that they exchange."""
     segments = [_Segment(nodes[a:b]) for a, b in pairwise([*cuts, len(nodes)])]
     segments[0].comes[-1] = [node for node in nodes if node.op == "placeholder"]
     home = {node: k for k, segment in enumerate(segments) for node in segment.nodes}
@@ -181,10 +181,11 @@ def _connected(nodes: list[fx.Node], cuts: list[int]) -> list[_Segment]:
 def _written(
     segment: _Segment, comes: list[int], goes: list[int], layer: ConvertedLayer, model: nn.Module
 ) -> _Code:
-    """The code of a segment, whose names are dropped after their last use.
+    """Generate the code of a segment, which deletes names after their last use.
 
-    It takes what comes from each of some layers, and returns what goes to each of others: a value,
-    or a tuple if it is not just one. What it uses as attributes of the layer is put there.
+    The function has one argument per layer in ``comes`` and returns one entry per layer in
+    ``goes``: a value, or a tuple if there is not exactly one. Modules, tensors and constants that
+    the code uses become attributes of the layer.
     """
     graph, known = fx.Graph(), dict[fx.Node, fx.Node]()
     for k, other in enumerate(comes):
@@ -222,7 +223,7 @@ def _written(
                 layer.__dict__[name] = value
         return known[leaf]
 
-    before: fx.Node | None = None  # whether gradients were on, while they are off
+    before: fx.Node | None = None  # the grad mode to restore, while gradients are off
     for node in segment.nodes:
         if node.op in ("placeholder", "output"):
             continue
@@ -247,9 +248,9 @@ def _written(
 
 
 class _Code:
-    """A function of what comes into a segment: its text, and what that uses by a name.
+    """The generated function of a segment: its source, and the objects that it uses by name.
 
-    ``common`` are the leaves of the model's output, by index, that do not depend on the input.
+    ``common`` has the indices of leaves of the model's output that do not depend on the input.
     """
 
     def __init__(self, text: str, names: dict[str, Any], common: frozenset[int]) -> None:
@@ -267,9 +268,9 @@ class _Code:
 
 
 class Holder(nn.Module):
-    """Stands where a module of the original was that was inlined, and holds what is in it.
+    """A submodule of a layer at the path of an inlined module; holds the contents of that module.
 
-    Its mode is that of the module: of both, the one that was set last.
+    It shares the mode of the inlined module: setting one sets the other.
     """
 
     _origin, _path, _seen = Origin(), "", True
@@ -295,7 +296,7 @@ class Holder(nn.Module):
     @training.setter
     def training(self, mode: bool) -> None:
         self.__dict__["training"] = mode
-        if self._path and self._inlined is not None:  # that of the model is of all layers
+        if self._path and self._inlined is not None:  # the mode of the model is set by all layers
             self._inlined.training = self._seen = mode
 
     def __getstate__(self) -> dict[str, Any]:
@@ -303,7 +304,7 @@ class Holder(nn.Module):
 
 
 class _Joined(Holder):
-    """Several holders of one path as one module, where the inlined module is gone."""
+    """The holders of one path as one module, for copies without the inlined module."""
 
     def train(self, mode: bool = True) -> Self:
         for part in self.__dict__["parts"]:
@@ -326,10 +327,10 @@ def _joined(parts: list[Any]) -> Any:
 
 
 class ConvertedLayer(Holder):
-    """A run of modules of a model, with the code between them; ``print`` shows it.
+    """Consecutive modules of a model, with the code between them; ``print`` shows the code.
 
-    The modules are the model's own, at their paths. What it gives to later layers than the next
-    one are skips. The first layer has the signature of the model.
+    The modules are the model's own, at their paths. Values for layers after the next one are skips.
+    The first layer has the signature of the model.
     """
 
     def __init__(
@@ -342,7 +343,7 @@ class ConvertedLayer(Holder):
     ) -> None:
         super().__init__(origin, "")
         self._model_signature: Signature | None = None
-        # The layer before and the next one, then those at the other ends of skips.
+        # The adjacent layer first, then the layers at the other ends of skips.
         comes = list(dict.fromkeys([k - 1, *(a for s in segments for a in s.comes)]))
         goes = list(dict.fromkeys([k + 1, *(b for s in segments for b in s.goes)]))
         self._syncpipe_skips = Declaration(
@@ -350,12 +351,12 @@ class ConvertedLayer(Holder):
         )
         self._skip_namespaces = dict.fromkeys(self._syncpipe_skips.names, namespace)
         self._codes = [_written(segment, comes, goes, self, model) for segment in segments]
-        self._converted_for: torch.dtype | None = None  # where the code has dtypes in it
-        self._moves = False  # values come from other devices: the model was on several ones
-        #: What the code reads of inlined modules, and the modules by whose modes it is chosen.
+        self._converted_for: torch.dtype | None = None  # set if the code contains dtypes
+        self._moves = False  # whether the model was on several devices
+        #: Numbers of inlined modules in the code; paths of the modules whose mode selects the code.
         self._numbers: dict[str, float] = {}
         self._modes: list[str] = []
-        #: The names of members in the model, and those in its state, in order.
+        #: The names of parameters and buffers in the model, and those in its state_dict, in order.
         self._names: tuple[list[str], list[str]] = [], []
 
     @property
@@ -369,15 +370,19 @@ class ConvertedLayer(Holder):
 
     @property
     def common_outputs(self) -> frozenset[int]:
-        """Which leaves of the model's output, by index, are the same in every micro-batch."""
+        """Indices of the leaves of the model's output that are equal in every micro-batch."""
         return self._code().common
 
     def forward(self, input: Any) -> Any:
-        """Runs the code.
+        """Run the code of the current mode.
 
         Args:
-            input: the value that the layer before hands on, a tuple of all if there is not just
-                one; for the first layer the arguments of the model (a tensor, a tuple, a dict).
+            input: the value from the layer before, or a tuple if there is not exactly one; for the
+                first layer the arguments of the model (a tensor, a tuple, a dict).
+
+        Raises:
+            TypeError: the dtype of the parameters was changed, and the code contains dtypes.
+            RuntimeError: modules that the code depends on are in different modes.
         """
         if self._converted_for is not None and self._converted_for != self._dtype:
             raise TypeError(
@@ -402,7 +407,7 @@ class ConvertedLayer(Holder):
         return super().__getstate__()
 
     def _code(self) -> _Code:
-        """The code for the modes in which the modules are."""
+        """The code for the current mode of the modules."""
         if not self._modes:
             return self._codes[0 if self.training else 1]
         modes = {path: self._at(path).training for path in self._modes}
@@ -425,7 +430,7 @@ class ConvertedLayer(Holder):
         return at
 
     def follow(self, model: nn.Module, paths: Iterable[str]) -> None:
-        """Goes by the modes of modules, if they make a difference."""
+        """Select the code by the modes of these modules, if the code of both modes differs."""
         one, other = self._codes
         if one.text != other.text:
             self._modes = sorted(paths)
@@ -433,7 +438,7 @@ class ConvertedLayer(Holder):
             self.hold(model, path)
 
     def hold(self, model: nn.Module, path: str) -> None:
-        """Registers a module, parameter or buffer of the original at its path."""
+        """Register a module, parameter or buffer of the model at its path."""
         at: nn.Module = self
         *way, name = path.split(".")
         for k, part in enumerate(way, 1):
@@ -468,18 +473,18 @@ def _packed(values: Sequence[Any]) -> Any:
 
 
 class ModelNames(nn.Module):
-    """A module whose children are layers; where these were converted, it has the model's names."""
+    """A module whose children are layers; converted ones have the model's names in it."""
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
-        # The first ones, so hooks of users see the model's names.
+        # Registered first, so hooks of users see the model's names.
         self._register_state_dict_hook(_save_with_model_names)  # type: ignore[no-untyped-call]
         self.register_load_state_dict_post_hook(  # type: ignore[no-untyped-call]
             _say_with_model_names
         )
 
     def train(self, mode: bool = True) -> Self:
-        """As of any module; inlined modules are in this mode, too."""
+        """Set the mode, also of inlined modules."""
         super().train(mode)
         for origin in {layer._origin for layer in map(self._layer, self._modules) if layer}:
             for module in origin.modules.values():
@@ -487,7 +492,7 @@ class ModelNames(nn.Module):
         return self
 
     def __getattr__(self, name: str) -> Any:
-        """What a layer has at the model's name: an inlined module as a whole."""
+        """An attribute of the model that a layer holds, with an inlined module as a whole."""
         try:
             return super().__getattr__(name)
         except AttributeError:
@@ -500,16 +505,16 @@ class ModelNames(nn.Module):
         return layers[0]._origin.modules.get(name) or _joined(found)
 
     def _fqn_modifiers(self) -> dict[str, str]:
-        """What ``torch.distributed.checkpoint.state_dict`` leaves out of names: indices."""
+        """Indices of layers, which ``torch.distributed.checkpoint.state_dict`` drops from names."""
         return {f"layer {name}": name for name in self._modules if self._layer(name)}
 
     def _layer(self, name: str) -> ConvertedLayer | None:
-        """The converted layer in which something of this name is."""
+        """The converted layer at the first part of a name, if it is one."""
         layer = self._modules.get(name.partition(".")[0])
         return layer if isinstance(layer, ConvertedLayer) else None
 
     def _in_order(self, named: dict[str, Any], of_state: bool) -> dict[str, Any]:
-        """Things by name, in the order of the model."""
+        """``named`` in the order of the model."""
         layer = next(filter(None, map(self._layer, self._modules)), None)
         order = [] if layer is None else filter(named.__contains__, layer._names[of_state])
         return {name: named[name] for name in dict.fromkeys([*order, *named])}
@@ -517,7 +522,7 @@ class ModelNames(nn.Module):
     def named_modules(
         self, memo: set[nn.Module] | None = None, prefix: str = "", remove_duplicate: bool = True
     ) -> Iterator[tuple[str, nn.Module]]:
-        """As of any module; the names are those of the model, and of layers their index."""
+        """As in ``nn.Module``; names are the model's, and layers have their index."""
         for name, module in super().named_modules(memo, "", remove_duplicate):
             layer = self._layer(name)
             # Parameters of the model itself have no name before theirs.
@@ -546,7 +551,7 @@ class ModelNames(nn.Module):
                 at = f"{prefix}{path}." if path else prefix
                 for hook in module._load_state_dict_pre_hooks.values():
                     hook(state_dict, at, metadata, strict, *messages)
-        moved = {  # the names with the index of a layer, of which it may be several
+        moved = {  # several layers may have one name of the model
             f"{prefix}{name}.{key}": prefix + key
             for name, layer in self._modules.items()
             for key in (layer.state_dict() if isinstance(layer, ConvertedLayer) else ())
@@ -561,7 +566,7 @@ class ModelNames(nn.Module):
 
 
 def _say_with_model_names(module: ModelNames, _: Any) -> None:
-    """Takes the indices of layers out of what loading them has to say."""
+    """Remove the indices of layers from the messages of loading."""
     prefix, messages = module.__dict__.pop("_loading")
     names = "|".join(re.escape(name) for name in module._modules if module._layer(name))
     index = re.compile(rf"(^| )({re.escape(prefix)})({names})\.")
@@ -570,14 +575,14 @@ def _say_with_model_names(module: ModelNames, _: Any) -> None:
 
 
 def _save_with_model_names(module: ModelNames, state_dict: Any, prefix: str, _: Any) -> None:
-    """Renames what the layers have saved, and sorts it as in the model."""
+    """Rename and sort the saved entries as in the model."""
     for own in (state_dict, getattr(state_dict, "_metadata", {})):
         named = {}
         for key in [key for key in own if key.startswith(prefix)]:
             name, value = key.removeprefix(prefix), own.pop(key)
             if module._layer(name) is None:
                 named[name] = value
-            elif "." in name:  # a layer itself is nobody's in the model
+            elif "." in name:  # the layer itself is no module of the model
                 named[name.partition(".")[2]] = value
         own.update((prefix + k, v) for k, v in module._in_order(named, of_state=True).items())
 

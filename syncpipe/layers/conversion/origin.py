@@ -1,10 +1,10 @@
-"""What the layers of a converted model have in common with it: modes, attributes, tensors.
+"""What the layers of a converted model share with it: modes, attributes, tensors.
 
-The forward of an inlined module does not run any more, but its owner goes on changing it. Each call
-of the layers follows such a change, or refuses it::
+The forward of an inlined module no longer runs, but user code may still change the module. Each
+call of the layers follows such a change, or refuses it::
 
     model.eval(), model.backbone.eval()     followed
-    model.temperature = 0.5                 followed where the number only flows into operations
+    model.temperature = 0.5                 followed if the number only flows into operations
     model.pos = nn.Parameter(...)           followed
     model.depth = 3, other children, hooks  refused
 """
@@ -23,15 +23,15 @@ from syncpipe.state import same_value
 
 __all__ = ["CALL_HOOKS", "MISSING", "PLAIN", "Origin", "Read", "alike", "attribute"]
 
-#: Values that are compared as they are.
+#: Types of values that are compared by ``==``.
 PLAIN = (int, float, complex, str, bytes, bool, type(None), type(Ellipsis), torch.dtype,
          torch.layout, torch.memory_format, torch.device)  # fmt: skip
 MISSING: Any = type("Missing", (), {"__repr__": lambda _: "not there"})()
 #: Where a module keeps the hooks around its forward.
 CALL_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-#: What may have other entries and be the same object.
+#: Containers whose entries may change.
 _MUTABLE = (list, dict, set, SimpleNamespace)
-#: Of larger containers only the number of entries is compared.
+#: Entries above which only the size of a container is compared.
 _ENTRIES = 1000
 
 
@@ -39,10 +39,10 @@ class Read(NamedTuple):
     """An attribute that an inlined forward read.
 
     Attributes:
-        name: the way to it from the model on.
-        owner: the object that has it, or whose class has it.
-        key: its name there.
-        value: what was read; ``MISSING`` if there was none.
+        name: its path from the model.
+        owner: the object that has it, itself or by its class.
+        key: its name in ``owner``.
+        value: the value that was read, or ``MISSING``.
     """
 
     name: str
@@ -51,24 +51,24 @@ class Read(NamedTuple):
     value: Any
 
     def now(self) -> Any:
-        """The value that it has now."""
+        """The current value."""
         return attribute(self.owner, self.key)
 
 
 def attribute(owner: Any, key: str) -> Any:
-    """An attribute of an object or of its class, as it is written there; or ``MISSING``."""
+    """The attribute in the ``__dict__`` of an object or of its class, or ``MISSING``."""
     places = (vars(owner), *map(vars, type(owner).__mro__))
     return next((place[key] for place in places if key in place), MISSING)
 
 
 class Origin:
-    """The inlined modules of a model by path, and what its forward read of them.
+    """The inlined modules of a model, and the attributes that its forward read.
 
-    Layers share it. Copies of layers have one that is empty: they are on their own.
+    All layers share it. Copies of layers get an empty one, without a model.
 
     Attributes:
-        modules: the inlined modules.
-        numbers: what layers read of these in each call, by name.
+        modules: the inlined modules by path.
+        numbers: the numbers of these that layers read in each call, by name.
     """
 
     def __init__(
@@ -89,11 +89,11 @@ class Origin:
         return Origin, ()
 
     def hold(self, holder: nn.Module, module: nn.Module, kind: str, name: str) -> None:
-        """Takes a parameter or buffer of an inlined module that a layer holds, too."""
+        """Register a parameter or buffer that an inlined module and a layer share."""
         self._tensors.append((weakref.ref(holder), getattr(module, kind), kind, name))
 
     def begin(self, layers: Iterable[Any]) -> None:
-        """Takes all for unchanged as it is now, also what the conversion has put back."""
+        """Take the current state as the unchanged one, after the conversion has restored it."""
         self._layers = list(map(weakref.ref, layers))
         self._children = {path: [*m._modules.values()] for path, m in self.modules.items()}
         self._forwards = {path: vars(m).get("forward") for path, m in self.modules.items()}
@@ -106,7 +106,7 @@ class Origin:
         self.follow_numbers()
 
     def refresh(self) -> None:
-        """Follows what was changed since the last call, or raises a ``ValueError``."""
+        """Follow what was changed since the last call, or raise a ``ValueError``."""
         for path, module in self.modules.items():
             if self._children[path] != [*module._modules.values()]:
                 _refuse(f"the modules inside of {path or 'the model'} are others now")
@@ -131,13 +131,13 @@ class Origin:
         self.follow_numbers()
 
     def share(self) -> None:
-        """Gives the inlined modules the tensors that the layers have."""
+        """Give the inlined modules the tensors of the layers."""
         for k, (holder, own, kind, name) in enumerate(self._tensors):
             if (there := holder()) is not None:
                 own[name] = self._known[k] = getattr(there, kind)[name]
 
     def follow_numbers(self) -> None:
-        """Gives the layers the numbers that there are now."""
+        """Give the layers the current numbers."""
         numbers = {name: read.now() for name, read in self.numbers.items()}
         for name, number in numbers.items():
             if type(number) not in (int, float):
@@ -150,7 +150,7 @@ class Origin:
 
 
 def _runs_layers(forward: Any) -> bool:
-    """Whether a forward set on a model runs its layers in a pipe, also where others wrap it."""
+    """Whether a forward set on a model, or one that it wraps, runs its layers in a pipe."""
     while forward is not None and not hasattr(forward, "_syncpipe_runs_layers"):
         forward = getattr(forward, "__wrapped__", None)
     return forward is not None
@@ -169,14 +169,14 @@ def _refuse_value(name: str, then: Any, now: Any) -> None:
 
 
 def alike(a: Any, b: Any) -> bool:
-    """Whether a value makes no difference in the place of another one."""
+    """Whether two values are interchangeable."""
     if isinstance(a, (tuple, *_MUTABLE)) and type(a) is type(b):
         return bool(_content(a) == _content(b))
     return same_value(a, b) or (type(a) is type(b) and isinstance(a, PLAIN) and bool(a == b))
 
 
 def _content(value: Any) -> Any:
-    """What is in containers, and what else is the same object."""
+    """A comparable copy of a container: other objects in it are compared by identity."""
     if isinstance(value, SimpleNamespace):
         value = vars(value)
     if isinstance(value, (list, tuple, set, dict)):
@@ -190,7 +190,7 @@ def _content(value: Any) -> Any:
 
 
 class _Same(NamedTuple):
-    """Equal for the very same object."""
+    """A wrapper that compares by identity."""
 
     value: Any
 

@@ -2,11 +2,11 @@
 
 model, sample -> traces -> inlined modules and leaves -> segments -> layers -> compare
 
-A module is inlined if what its forward does can be written down: if traces of other runs, also of
-other sizes, are the same, line by line. Otherwise it stays a leaf, so that its own code decides as
-ever. That costs layers, not truth. What holds most of the model has to be inlined, or there would
-be nothing to cut: there, what Python decided by becomes a guard, and a size that matters must be
-that of the sample. Training and evaluation are traced each by itself.
+A module is inlined if traces of other runs, also with other sizes, are equal, line by line.
+Otherwise it stays a leaf and runs its own code, which gives fewer layers but the same results. A
+module with most of the model in it must be inlined, or there would be nothing to cut. In it, each
+value that Python decided by becomes a guard, and a size that matters must be the sample's. Training
+and evaluation are traced separately.
 """
 
 from __future__ import annotations
@@ -51,46 +51,46 @@ from syncpipe.state import State, restoring_module
 __all__ = ["HOOKS", "Converted", "hooks_of", "sequential", "values_of"]
 
 _GRADIENT = "the gradient of "
-#: Makes the arguments of a call, each time anew.
+#: Makes new arguments of a call.
 _Arguments = Callable[[], tuple[tuple[Any, ...], dict[str, Any]]]
-#: Where ``nn.Module`` keeps hooks; those of its forward and backward come first.
+#: Attributes in which ``nn.Module`` keeps hooks; those of forward and backward come first.
 HOOKS = (
     *CALL_HOOKS,
     "_state_dict_hooks", "_state_dict_pre_hooks", "_load_state_dict_pre_hooks",
     "_load_state_dict_post_hooks",
 )  # fmt: skip
-#: PyTorch's own, which take faster ways in evaluation, or are looked for by their class.
+#: Modules of PyTorch with fast paths in evaluation, or that code finds by their class.
 _LAYERS = (
     nn.TransformerEncoderLayer, nn.TransformerDecoderLayer, nn.MultiheadAttention, _NormBase,
 )  # fmt: skip
 _COMPILED = "it is compiled"
 _STATE_METHODS = ("get_extra_state", "set_extra_state", "_save_to_state_dict")
-#: Bytes of a tensor on ``meta`` that gets memory of its own for the conversion.
+#: Bytes up to which a tensor on ``meta`` gets memory of its own for the conversion.
 _SMALL = 2**20
-#: Dimensions that change together, each as the index of a tensor and its own.
+#: Dimensions that change together, each as (index of the tensor, dimension).
 _Group = frozenset[tuple[int, int]]
 
 
 class Converted(ModelNames, nn.Sequential):
     """The layers that :func:`sequential` made of a model; called as the model is.
 
-    Its parameters and buffers have the names that they have in the model, and their order.
+    Parameters and buffers have the names and the order of the model.
 
     Attributes:
-        whole: the modules with others inside that are called as they are, with the line of their
-            code and the reason. No layer begins inside of them.
+        whole: the modules with submodules that were not inlined, each with the line of code and the
+            reason. No layer begins inside them.
     """
 
     whole: Sequence[Whole] = ()
 
     @property
     def origin(self) -> Origin:
-        """What the layers have in common with the model."""
+        """What the layers share with the model."""
         first: Any = self[0]
         return first._origin  # type: ignore[no-any-return]
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """As the forward of the model."""
+        """Arguments and output are the model's."""
         return super().forward(call_input(self, args, kwargs))  # type: ignore[no-untyped-call]
 
 
@@ -104,43 +104,41 @@ def sequential(
         pipe(input_ids, attention_mask=mask).logits
         pipe.train_batch({"input_ids": ids, "attention_mask": mask}, labels, loss_fn=loss_fn)
 
-    The model is run with the sample, a few times, and what it does is traced. Leaf modules (those
-    without children, and those that cannot be traced) are called as they are: they are the very
-    objects, with their hooks. Modules made of others are inlined: their ``forward`` becomes code
-    between the calls, which ``print`` shows; it does not run any more. (Modules that have hooks
-    are not inlined.)
+    The model runs a few times with the sample and is traced. Leaf modules (modules without
+    children, with hooks, or that cannot be traced) are called as they are, with their hooks. Other
+    modules are inlined: their ``forward`` becomes code between these calls, which ``print`` shows,
+    and does not run any more.
 
-    What is traced holds for other sizes than those of the sample where the model was seen to do
-    the same with them; otherwise a call with another size is refused. Flags and None count as they
-    are in the sample. Outputs that are made of parameters alone (``logit_scale.exp()``) are the
-    same in every micro-batch, and returned once. ``.train()``, ``.eval()`` and the devices of
-    stages are followed. A dtype is not: call ``model.half()`` before.
+    Inputs of other sizes work if the model took the same code path with other sizes during the
+    conversion. Otherwise a call with another size raises. Flags and None must be equal to the
+    sample's. Outputs made of parameters alone (``logit_scale.exp()``) are the same in every
+    micro-batch and returned once. The layers follow ``.train()``, ``.eval()`` and the devices of
+    stages, but not a new dtype: call ``model.half()`` before.
 
-    What is changed in the model later counts in the next call: modes, parameters and buffers, and
-    numbers that only flow into operations (``model.temperature = 0.5``). A change of what else its
-    forward has read (flags, lists, a config, children), and a hook on an inlined module, is an
-    error that names it.
+    The next call follows changes of the model: modes, parameters, buffers, and numbers that only
+    flow into operations (``model.temperature = 0.5``). A change of anything else that its forward
+    has read (flags, lists, a config, children), or a hook on an inlined module, raises an error
+    that names it.
 
     Args:
-        model: any module. It is found as it was, and shares its modules with the layers.
-        sample_args: arguments of one call of the model. Small tensors will do, of more than one
-            sample. Those that have the batch size of the first one in dimension 0 are cut into
-            micro-batches by a ``Pipe``, the others go whole to each; :class:`NoChunk` says so by
-            hand. (A model on ``meta`` is run with values that take no memory, if these have some.)
-        verify: compare outputs, gradients and buffers with those of the model, for the sample.
-        sample_kwargs: keyword arguments, likewise. (One that is called ``verify`` cannot be given.)
+        model: any module. It is left unchanged, and shares its modules with the layers.
+        sample_args: arguments of one call of the model. Small tensors suffice, with more than one
+            sample. A ``Pipe`` cuts tensors whose dimension 0 has the batch size of the first one
+            into micro-batches, and passes others, and any in :class:`NoChunk`, whole to each. (A
+            model on ``meta`` runs with values that take no memory, if the sample has values.)
+        verify: compare outputs, gradients and buffers with the model's, for the sample.
+        sample_kwargs: keyword arguments of the call (none can have the name ``verify``).
 
     Returns:
-        The layers, as many as there can be. Names in ``state_dict()`` and ``named_parameters()``
-        are the model's, also in a ``Pipe`` of them. ``layers.whole`` lists the modules that were
-        not inlined, with the reasons.
+        As many layers as possible. Names in ``state_dict()`` and ``named_parameters()`` are the
+        model's, also in a ``Pipe``. ``layers.whole`` lists modules that were not inlined, and why.
 
     Raises:
         TypeError: ``model`` is no module, or the sample does not fit its signature.
         ValueError: the model has no parameters, it fails with the sample, the sample does not show
             which tensors have the batch, an output has the batch in another dimension than 0, or
-            the model cannot be cut; with the line of its code that is in the way.
-        RuntimeError: the layers give something else than the model (``verify``).
+            the model cannot be cut (the message quotes the line of its code).
+        RuntimeError: results of the layers differ from the model's (``verify``).
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"sequential() takes an nn.Module, not {type(model).__name__}")
@@ -176,15 +174,18 @@ def sequential(
     return layers
 
 
-# Which modules are leaves, called as they are, and which are inlined
+# Leaf modules and inlined modules
 
 
 class _Inlined:
     """A model, run until it is known which of its modules can be inlined.
 
-    The signature learns which sizes must be those of the sample. ``runs`` has the traces of the
-    sample, by whether in training; ``leaves`` by path why modules are not inlined; ``notes``
-    what the user should know.
+    It also determines which sizes may change (``signature.free``).
+
+    Attributes:
+        runs: the traces of the sample, by the mode (True: training).
+        leaves: by path the reasons why modules are not inlined.
+        notes: warnings for the user.
     """
 
     def __init__(self, model: nn.Module, signature: Signature, tensors: list[Tensor]) -> None:
@@ -193,7 +194,7 @@ class _Inlined:
         self.model, self.signature, self.tensors = model, signature, tensors
         self.name, self._objects = type(model).__name__, dict[str, Any]()
         self._paths = {module: path for path, module in model.named_modules()}
-        #: Where there are parameters.
+        #: Paths of modules with parameters, with a final dot.
         self._owners = [f"{path}." for module, path in self._paths.items() if module._parameters]
         self.leaves = {
             path: Whole(path, "", reason)
@@ -203,9 +204,9 @@ class _Inlined:
             and not (reason == _COMPILED and self._holds_most(path))
         }
         self._refuse_root()
-        self._numbers: set[str] | None = None  # not known yet: all
+        self._numbers: set[str] | None = None  # None: not known yet, follow all
         with _bar(self.name) as self._bar:
-            try:  # what is made in the first run only is made now
+            try:  # let the model do what it does in its first run only
                 args, kwargs = signature.call(tensors)
                 model.train()(*args, **kwargs)
             except Exception as error:
@@ -230,7 +231,7 @@ class _Inlined:
             )
 
     def layers(self) -> Converted:
-        """What is made of the traces."""
+        """The layers, from the traces."""
         runs = [self.runs[True], self.runs[False]]
         inlined = {
             path: module
@@ -251,7 +252,7 @@ class _Inlined:
         return {read.name for read in self._reads() if type(read.value) is float}
 
     def _only_used(self) -> set[str]:
-        """The numbers of modules that flow into operations only: others are followed."""
+        """Names of the numbers that only flow into operations, which layers therefore follow."""
         decisive = self.runs[True].decisive | self.runs[False].decisive
         for _ in range(2):
             reads = [r for r in self._reads() if r.name in self._floats() - decisive]
@@ -263,7 +264,7 @@ class _Inlined:
                     stack.enter_context(patch.object(read.owner, read.key, value))
                 try:
                     others = self._run(self.tensors)
-                except Exception:  # the model has no use for this value
+                except Exception:  # the model does not accept these values
                     return set()
             faults, _ = self._unlike(others)
             more = others[True].decisive | others[False].decisive
@@ -274,7 +275,7 @@ class _Inlined:
         return set()
 
     def _follow_dtypes(self) -> None:
-        """Has dtypes that are those of other tensors be these: under autocast they are others."""
+        """Replace dtypes in the traces by those of tensors, if a run under autocast shows them."""
         kind = tensors_in(self.tensors)[0].device.type
         if kind == "meta" or not any(n.meta["dtypes"] for r in self.runs.values() for n in r.nodes):
             return
@@ -285,7 +286,7 @@ class _Inlined:
                 run.follow_dtypes(others[mode])
 
     def _faults(self) -> list[Whole]:
-        """Runs the sample and other sizes; why modules, the smaller ones first, are no chain."""
+        """Run the sample and other sizes; returns why modules cannot be inlined."""
         own = [*self.model.parameters(), *self.model.buffers()]
         self.notes: list[str] = []
         state = State({"": self.model}, own, objects=False)
@@ -302,13 +303,13 @@ class _Inlined:
 
     @property
     def whole(self) -> list[Whole]:
-        """The modules that were not inlined though they have others inside."""
+        """The outermost leaf modules with submodules."""
         outer = tuple(f"{path}." for path in self.leaves)
         found = [leaf for path, leaf in self.leaves.items() if not path.startswith(outer)]
         return [leaf for leaf in found if self.model.get_submodule(leaf.path)._modules]
 
     def _run(self, tensors: list[Tensor]) -> dict[bool, Tracer]:
-        """Traces of a call, in training and in evaluation."""
+        """Trace a call in training and in evaluation."""
         found = {}
         for mode in (True, False):
             if self._bar is not None:
@@ -319,7 +320,7 @@ class _Inlined:
         return found
 
     def _leave(self, faults: list[Whole]) -> bool:
-        """Makes the modules at fault leaves; whether there are any."""
+        """Make the modules at fault leaves; returns whether any were, and raises if none can be."""
         small = self._small(faults)
         for fault in small:
             self.leaves.setdefault(fault.path, fault)
@@ -354,7 +355,7 @@ class _Inlined:
         return next(remedy for remedy, helps in remedies.items() if helps)
 
     def _holds_most(self, path: str) -> bool:
-        """Whether too little would be left of the model if this module were a leaf."""
+        """Whether a module has more than half of the modules with parameters inside."""
         inside = sum(owner.startswith(f"{path}.") for owner in self._owners)
         return not path or 2 * inside > len(self._owners)
 
@@ -363,7 +364,7 @@ class _Inlined:
         return [fault for fault in faults if not self._holds_most(fault.path)]
 
     def _changed(self, state: State) -> Iterator[Whole]:
-        """What the forward of a module that is inlined sets, or puts into a place of its own."""
+        """Faults of inlined modules that set attributes, or call a leaf that does several times."""
         uses = Counter(node.target for node in self.runs[True].nodes if node.op == "call_module")
         for kind, name in state.changes():
             module, own = self.model, name
@@ -383,16 +384,16 @@ class _Inlined:
     # Other runs
 
     def _find_what_is_cut(self) -> None:
-        """Runs another batch size, where that of the sample is the size of something else, too.
+        """Find the tensors with the batch if other dimensions have the size of the batch, too.
 
-        Which tensors have the batch is then seen by what the model takes.
+        Of several guesses with another batch size, the first that the model accepts is taken.
         """
         signature, n = self.signature, self.signature.batch
         cut = [k for k, is_cut in enumerate(signature.is_cut) if is_cut]
         if len(cut) < 2 or not any(n in shape_of(tensor)[1:] for tensor in self.tensors):
             return
         may_be_whole = [k for k in cut[1:] if isinstance(self.tensors[k], Tensor)]
-        for few in ([], *([k] for k in reversed(may_be_whole)), may_be_whole):  # are not cut
+        for few in ([], *([k] for k in reversed(may_be_whole)), may_be_whole):  # not cut
             tensors = self._resized(frozenset((k, 0) for k in cut if k not in few), n + 1)
             args, kwargs = signature.call(tensors)
             with suppress(Exception):
@@ -401,7 +402,7 @@ class _Inlined:
                 return
 
     def _other_sizes(self) -> dict[_Group, list[int]]:
-        """Dimensions that may have to change together, and to what: the batch, then those alike."""
+        """Sizes to try by group of dimensions: first the batch, then dimensions of equal size."""
         n = self.signature.batch
         cut = frozenset((k, 0) for k, is_cut in enumerate(self.signature.is_cut) if is_cut)
         alike: dict[Any, set[tuple[int, int]]] = {}
@@ -415,9 +416,9 @@ class _Inlined:
         return found
 
     def _vary(self) -> list[Whole]:
-        """Runs other sizes; the faults of modules that can be leaves instead.
+        """Run other sizes; returns the faults of modules that can be leaves instead.
 
-        Sizes that could not be varied are those of the sample in every call.
+        Sizes that could not be varied must be the sample's in every call.
         """
         free = set[tuple[int, int]]()
         found: list[Whole] = []
@@ -449,7 +450,7 @@ class _Inlined:
                 break
             if number == 0 and not free:
                 faults, _ = self._unlike(self._run(self.tensors))
-                if faults:  # it is not the size
+                if faults:  # not because of the size
                     return faults
                 at = "".join(f"\n  {line or what}" for _, line, what in pinned[:3])
                 self.notes.append(
@@ -465,8 +466,9 @@ class _Inlined:
         return found
 
     def _unlike(self, others: dict[bool, Tracer]) -> tuple[list[Whole], list[fx.Node]]:
-        """Where other runs differ from those of the sample, and the guards that refuse them: none
-        if one of the runs could go unnoticed.
+        """Where other runs differ from the sample's, and the guards that refuse these runs.
+
+        There are no guards if one of the differences would not be refused.
         """
         faults: list[Whole] = []
         guards: list[fx.Node] = []
@@ -483,9 +485,9 @@ class _Inlined:
         return faults, guards if noticed else []
 
     def _same_without(self, guards: list[fx.Node], tensors: list[Tensor]) -> bool:
-        """Whether the layers give what the model gives for a sample that guards refuse.
+        """Whether layers without these guards match the model for a sample that the guards refuse.
 
-        With one sample, say, something need not be expanded to the batch.
+        For example, a model may expand a tensor to the batch only if there are several samples.
         """
         asked: list[Any] = [node.args[0] for node in guards]
         on_meta = next(self.model.parameters()).is_meta
@@ -496,12 +498,12 @@ class _Inlined:
         call, without = partial(self.signature.call, tensors), self.layers()
         for node in guards:
             node.meta["pure"] = False
-        with suppress(Exception):  # the model refuses this size in another mode, say
+        with suppress(Exception):  # the model may refuse this size in another mode
             return all(_compared(self.model, without, call, mode).same for mode in (True, False))
         return False
 
     def _resized(self, group: _Group, size: int) -> list[Tensor]:
-        """The sample with another size: its entries again, or fewer of them."""
+        """The sample with another size: entries repeated, or fewer of them."""
         tensors = list(self.tensors)
         for k, d in group:
             if batch_kind(tensors[k]):
@@ -511,12 +513,12 @@ class _Inlined:
             tensors[k] = torch.cat([tensors[k]] * repeats, d).narrow(d, 0, size)
         return tensors
 
-    # What is said
+    # Messages
 
     def _check_outputs(self, run: Tracer, varied: Any, m: int) -> None:
-        """Refuses outputs of which the batch is not dimension 0: they could not be concatenated."""
+        """Raise for outputs without the batch in dimension 0: they could not be concatenated."""
         n, result, common = self.signature.batch, run.result, run.nodes[-1].meta["common"]
-        ragged = any(map(batch_kind, self.tensors))  # a node of a graph is no sample
+        ragged = any(map(batch_kind, self.tensors))  # in a graph, rows are nodes, not samples
         (ours, _), (theirs, _) = flatten(result, batches=True), flatten(varied, batches=True)
         names, pairs = leaf_names("output", result, batches=True), zip(ours, theirs, strict=False)
         for at, (k, (a, b)) in zip(names, enumerate(pairs), strict=False):
@@ -538,7 +540,7 @@ class _Inlined:
                 )
 
     def _time_first(self) -> str:
-        """A hint, where the batch seems to be dimension 1 of the inputs."""
+        """A hint if the batch seems to be in dimension 1 of the inputs."""
         sizes = [shape_of(tensor)[:2] for tensor in self.tensors if len(shape_of(tensor)) > 1]
         if len(sizes) < 2 or len({b for _, b in sizes}) > 1 or len({a for a, _ in sizes}) == 1:
             return ""
@@ -548,7 +550,7 @@ class _Inlined:
         )
 
     def _used_twice(self) -> Iterator[str]:
-        """Says which modules with statistics of batches are called several times."""
+        """Warnings for modules with running statistics that are called several times."""
         calls = Counter(n.target for n in self.runs[True].nodes if n.op == "call_module")
         for path in [str(path) for path, times in calls.items() if times > 1]:
             for name, part in self.model.get_submodule(path).named_modules():
@@ -564,7 +566,7 @@ class _Inlined:
                     break
 
     def _large_modules(self) -> Iterator[str]:
-        """Says which module that was not inlined has most of the model."""
+        """Warnings for modules that were not inlined and have most of the model."""
         total = sum(parameter.numel() for parameter in self.model.parameters())
         calls = [node for node in self.runs[True].nodes if node.op == "call_module"]
         seconds = sum(node.meta["seconds"] for node in calls)
@@ -573,7 +575,7 @@ class _Inlined:
             share = sum(parameter.numel() for parameter in module.parameters()) / total
             time = sum(node.meta["seconds"] for node in calls if node.target == path)
             large = share > 0.5 or (seconds > 0.1 and time > seconds / 2)
-            if large and not isinstance(module, _LAYERS):  # which nobody writes anew
+            if large and not isinstance(module, _LAYERS):  # users do not rewrite PyTorch's modules
                 part = f"{share:.0%} of the parameters, {time / (seconds or 1):.0%} of the time"
                 yield (
                     f"{path} ({type(module).__name__}) is one layer and has {part}: "
@@ -606,7 +608,7 @@ class _Inlined:
 
 
 def _bar(name: str) -> Any:
-    """A progress bar for what takes longer than two seconds, where tqdm is installed."""
+    """A progress bar, if tqdm is installed, shown after two seconds."""
     try:
         from tqdm import tqdm
     except ImportError:
@@ -616,13 +618,13 @@ def _bar(name: str) -> Any:
 
 
 def _give_values(model: nn.Module) -> None:
-    """Puts values that take no memory in the place of tensors on ``meta``.
+    """Replace tensors on ``meta`` by tensors with values that take no memory.
 
-    Some models look at values, ``if mask.all()``: small ones are not zero.
+    Small tensors are not zero, because some models decide by values (``if mask.all()``).
     """
     made: dict[int, Tensor] = {}
     for module, _, name, tensor in [place for place in places_of(model) if place[3].is_meta]:
-        if tensor.nbytes > _SMALL:  # pages that are only read take no memory
+        if tensor.nbytes > _SMALL:  # unwritten pages take no memory
             memory = mmap.mmap(-1, tensor.nbytes)
             value = torch.frombuffer(memory, dtype=torch.uint8).view(tensor.dtype)
             value = value.view(tensor.shape)
@@ -637,9 +639,9 @@ def _give_values(model: nn.Module) -> None:
 
 
 def differences(a: Tracer, b: Tracer) -> list[Whole]:
-    """Where two traces of a model differ: for each call of a module the first line that does."""
+    """The first line that differs between two traces, for each call of a module."""
     found: list[Whole] = []
-    doubtful: list[Any] = []  # calls that differ: what they gave may differ as well
+    doubtful: list[Any] = []  # calls that differ, whose outputs may therefore differ
 
     def value(node: fx.Node) -> Any:
         key = node.meta["key"]
@@ -650,7 +652,7 @@ def differences(a: Tracer, b: Tracer) -> list[Whole]:
         pair = [run[key] for run in steps if key in run]
         call = own = pair[0].meta["call"]
         while call not in a.steps or call not in b.steps:
-            call = call[:-1]  # the innermost one that both made
+            call = call[:-1]  # the innermost call in both traces
         lines = {
             f"{n.op} {n.target!r} {fx.node.map_arg((n.args, n.kwargs), value)!r}" for n in pair
         }
@@ -663,7 +665,7 @@ def differences(a: Tracer, b: Tracer) -> list[Whole]:
 
 
 def _reason(pair: list[fx.Node]) -> str:
-    """What differs, in words."""
+    """The difference, for messages."""
     one, two = pair[0], pair[-1]
     for a, b in zip(one.all_input_nodes, two.all_input_nodes, strict=False):
         if a.meta["key"][0] == b.meta["key"][0] == "object" and a.target != b.target:
@@ -676,7 +678,7 @@ def _reason(pair: list[fx.Node]) -> str:
 
 
 def hooks_of(module: nn.Module) -> list[str]:
-    """The kinds of hooks that others have registered on a module."""
+    """The kinds of hooks on a module, except syncpipe's own."""
     hooks = {kind: getattr(module, kind, {}).values() for kind in HOOKS}
     own = "_syncpipe_own"
     return [kind for kind in HOOKS if not all(hasattr(hook, own) for hook in hooks[kind])]
@@ -687,7 +689,7 @@ def _is_compiled(module: nn.Module) -> bool:
 
 
 def _must_be_leaf(module: nn.Module) -> str:
-    """Why a module is more than its forward and its children; empty if it is not."""
+    """The reason why a module cannot be inlined, or ''."""
     kind = type(module)
     reasons = {
         "it has no modules inside": not module._modules
@@ -711,7 +713,7 @@ def _must_be_leaf(module: nn.Module) -> str:
 
 
 def _is_method(forward: Any, module: nn.Module) -> bool:
-    """Whether a ``forward`` set on a module is one more method of it; or none is set."""
+    """Whether ``forward``, set on the instance, is a method of ``module``, or None."""
     return forward is None or (isinstance(forward, MethodType) and forward.__self__ is module)
 
 
@@ -736,7 +738,7 @@ def _check_layers(model: nn.Module, layers: Converted, call: _Arguments) -> None
 
 
 def _compared(model: nn.Module, layers: nn.Module, call: _Arguments, training: bool) -> Comparison:
-    """Compares outputs, buffers and, in training, gradients, with the same random numbers."""
+    """Compare outputs, buffers and, in training, gradients, with the same random numbers."""
     expected, actual = (
         restoring_module(module, lambda: values_of(module.train(training), call, training))  # noqa: B023
         for module in (model, layers)
@@ -745,12 +747,12 @@ def _compared(model: nn.Module, layers: nn.Module, call: _Arguments, training: b
 
 
 def _apply(function: Callable[..., Any], preserve: bool, *args: Any) -> Any:
-    """In place of PyTorch's reentrant checkpoint, which refuses ``torch.autograd.grad``."""
+    """Replaces ``CheckpointFunction.apply``, which refuses ``torch.autograd.grad``."""
     return function(*args)
 
 
 def values_of(module: nn.Module, call: _Arguments, gradients: bool = True) -> dict[str, Any]:
-    """What a run gives, by names for messages."""
+    """Outputs, buffers and gradients of one run, by their names in messages."""
     args, kwargs = call()
     with torch.set_grad_enabled(gradients), patch.object(CheckpointFunction, "apply", _apply):
         output = module(*args, **kwargs)
@@ -768,7 +770,7 @@ def values_of(module: nn.Module, call: _Arguments, gradients: bool = True) -> di
         if isinstance(leaf, Tensor) and leaf.requires_grad
     }
     if gradients and roots and leaves:
-        given = [  # differs from element to element
+        given = [  # gradients of outputs, different for each element
             ((torch.arange(t.numel(), device=t.device) % 17 - 8) / 8).reshape(t.shape).to(t.dtype)
             for t in roots
         ]

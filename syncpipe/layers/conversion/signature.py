@@ -1,9 +1,9 @@
-"""What a converted model is called with: the signature of the original, and the sample's shapes.
+"""The arguments of a converted model: the signature of the original, and the sample's shapes.
 
     pipe(input_ids, attention_mask=mask)  ->  {"input_ids": ..., "attention_mask": ...}  ->  tensors
 
-The tensors of the sample are the inputs of the first layer. All else in the sample (flags, None)
-was decided by when the model was traced, so that it has to be the same in every call.
+The tensors of the sample are the inputs of the first layer. The trace depends on all other values
+in the sample (flags, None), which must therefore be equal in every call.
 """
 
 from __future__ import annotations
@@ -42,10 +42,11 @@ _Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 class Signature:
     """The signature of a model's ``forward``, and the sample that it was converted with.
 
-    For each tensor of the sample: its name for messages in ``names``, and in ``is_cut`` whether it
-    is cut into micro-batches, which those in ``NoChunk`` are not. ``free`` has the dimensions that
-    may have another size in a call, each as the index of a tensor and its own. ``batch`` is the
-    batch size of the sample.
+    Attributes:
+        names: for each tensor of the sample its name in messages.
+        is_cut: for each tensor whether it is cut into micro-batches (False in ``NoChunk``).
+        free: dimensions whose size may change between calls, as (index of the tensor, dimension).
+        batch: the batch size of the sample.
     """
 
     def __init__(self, forward: Callable[..., Any], name: str) -> None:
@@ -56,17 +57,17 @@ class Signature:
         self.free: set[tuple[int, int]] = set()
 
     def take(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
-        """Learns a sample, and returns the tensors in it, which are not kept."""
+        """Learn a sample, and return its tensors, to which no reference is kept."""
         sample, names = self._bound(args, kwargs), list(self.parameters.parameters)
         self._positional, self._given = {*names[: len(args)]}, {*names[: len(args)], *kwargs}
         self._refuse_lists_of_images(sample)
         found = _named(sample)
         self._sample = {at: Tensor if is_input(leaf) else leaf for at, leaf in found.items()}
         empty = unflatten(self._sample.values(), flatten(sample, batches=True)[1])
-        self._structure = flatten(empty)[1]  # which holds containers, but no tensors
+        self._structure = flatten(empty)[1]  # holds no tensors
         named = {at: leaf for at, leaf in found.items() if is_input(leaf)}
         self.names, tensors = list(named), list(map(without_no_chunk, named.values()))
-        # Of those that may be cut: a tensor in NoChunk is none.
+        # 0 for what is never cut, for example NoChunk.
         sizes = [samples_of(value) or 0 for value in named.values()]
         self.batch = next(filter(None, sizes), 0)
         if not self.batch:
@@ -90,7 +91,7 @@ class Signature:
         return tensors
 
     def _refuse_lists_of_images(self, sample: dict[str, Any]) -> None:
-        """Refuses what detection models take: a list of images, of which each is a sample."""
+        """Raise for a list of images, one per sample, as detection models take."""
         for name, value in sample.items():
             if (
                 isinstance(value, (list, tuple))
@@ -116,16 +117,16 @@ class Signature:
         return dict(bound.arguments)
 
     def shown(self, tensors: list[Tensor]) -> str:
-        """The names and shapes of tensors, in words."""
+        """The names and shapes of tensors, for messages."""
         pairs = zip(self.names, tensors, strict=True)
         return ", ".join(f"{name}: {described(tensor)}" for name, tensor in pairs)
 
     def call(self, tensors: Iterable[Tensor]) -> _Arguments:
-        """The arguments of the sample, with copies of these tensors: models write into them."""
+        """The sample's arguments with copies of these tensors: models may write into them."""
         return self.arguments(map_tensors(_copied, value) for value in tensors)
 
     def arguments(self, values: Iterable[Any]) -> _Arguments:
-        """The arguments of the sample, with these values in the place of its tensors."""
+        """The arguments of the sample, with its tensors replaced by these values."""
         rest = iter(values)
         leaves = [next(rest) if leaf is Tensor else leaf for leaf in self._sample.values()]
         args, kwargs = list[Any](), dict[str, Any]()
@@ -142,7 +143,7 @@ class Signature:
         return tuple(args), kwargs
 
     def given(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
-        """The tensors (or ``NoChunk``) among arguments, the rest of which is as in the sample."""
+        """The tensors (or ``NoChunk``) in arguments; raises if the rest differs from the sample."""
         found = _named(self._bound(args, kwargs))
         for name in {**self._sample, **found}:
             then, now = self._sample.get(name, ...), found.get(name, ...)
@@ -155,7 +156,7 @@ class Signature:
         return [leaf for leaf in found.values() if is_input(leaf)]
 
     def given_as_one(self, input: Any) -> list[Any]:
-        """Likewise of one input: a tuple is positional arguments, a mapping goes by keyword."""
+        """As ``given``, of one input: a tuple of positional, or a mapping of keyword arguments."""
         if batch_kind(input):
             return self.given((input,), {})
         if isinstance(input, Mapping):
@@ -163,10 +164,7 @@ class Signature:
         return self.given(tuple(input) if isinstance(input, (tuple, list)) else (input,), {})
 
     def packed(self, values: list[Any]) -> Any:
-        """Values of a call as one input, by the names of the sample.
-
-        Tensors that are not cut are in ``NoChunk``.
-        """
+        """Values of a call as one dict by the names of the sample, uncut ones in ``NoChunk``."""
         self._check(values, whole=True)
         marked = zip(self.names, values, self.is_cut, strict=True)
         return {
@@ -175,13 +173,13 @@ class Signature:
         }
 
     def tensors(self, input: Any) -> list[Tensor]:
-        """The tensors of what the first layer gets, in the order of the sample."""
+        """The tensors in the input of the first layer, in the order of the sample."""
         values = self.given_as_one(input)
         self._check(values, whole=False)
         return list(map(without_no_chunk, values))
 
     def _check(self, values: list[Any], *, whole: bool) -> None:
-        """Refuses other sizes and kinds; ``whole`` is a mini-batch that may yet be cut."""
+        """Raise for other sizes and kinds; ``whole``: a mini-batch, which may be cut later."""
         for k, tensor in enumerate(map(without_no_chunk, values)):
             free = self.free | ({(k, 0)} if whole and self.is_cut[k] else set())
             sizes = ["any" if (k, d) in free else str(n) for d, n in enumerate(self._shapes[k])]
@@ -200,7 +198,7 @@ class Signature:
 
 
 def _named(arguments: dict[str, Any]) -> dict[str, Any]:
-    """What is in arguments, by names for messages."""
+    """The leaves of arguments by their names in messages."""
     trees = (by_name(name, value, batches=True) for name, value in arguments.items())
     return {at: leaf for tree in trees for at, leaf in tree.items()}
 
@@ -212,12 +210,12 @@ def _shown(leaf: Any) -> str:
 
 
 def is_input(leaf: Any) -> bool:
-    """Whether it may be another one in each call: a tensor, or a batch of a registered class."""
+    """Whether a leaf may change between calls: a tensor, or a batch of a registered class."""
     return isinstance(leaf, (Tensor, NoChunk)) or batch_kind(leaf) is not None
 
 
 def shape_of(value: Any) -> tuple[int, ...]:
-    """The shape of a tensor; of a batch of a registered class the number of its samples."""
+    """The shape of a tensor, or ``(number of samples,)`` of a batch of a registered class."""
     return tuple(value.shape) if isinstance(value, Tensor) else (samples_of(value) or 0,)
 
 
@@ -233,17 +231,17 @@ def _kind(tensor: Any) -> str:
     return "float" if tensor.is_floating_point() else "int"
 
 
-# How layers are called that may have been converted
+# Calls of layers, converted or not
 
 
 def call_input(layers: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """What the first layer gets where the layers are called with these arguments."""
+    """The input of the first layer for a call with these arguments."""
     signature = _signature(layers)
     if signature is not None:
         refresh(layers)
         return signature.packed(signature.given(args, kwargs))
     if getattr(layers, "_unpack", False) and bool(kwargs) != bool(args) and len(args) != 1:
-        return args or kwargs  # as the layers take them
+        return args or kwargs
     if kwargs.keys() - {"input"} or len(args) + len(kwargs) != 1:
         raise TypeError(
             f"a pipe takes one input, as an nn.Sequential does, and was given "
@@ -255,20 +253,20 @@ def call_input(layers: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any])
 
 
 def refresh(layers: nn.Module) -> None:
-    """Has converted layers follow what the owner of their model has changed."""
+    """Make converted layers follow changes of their model; raises for others (``Origin``)."""
     origins = {getattr(layer, "_origin", None) for layer in layers._modules.values()}
     for origin in filter(None, origins):
         origin.refresh()
 
 
 def batch_input(layers: nn.Module, input: Any) -> Any:
-    """What the first layer gets for ``train_batch(input)``: a tuple or a dict is arguments."""
+    """The input of the first layer for ``train_batch(input)``: a tuple or a dict is arguments."""
     signature = _signature(layers)
     return input if signature is None else signature.packed(signature.given_as_one(input))
 
 
 def call_arguments(layers: nn.Module, input: Any) -> _Arguments:
-    """How layers are called themselves with what is an input for ``train_batch``."""
+    """The arguments that call the layers themselves with an input of ``train_batch``."""
     signature = _signature(layers)
     if signature is None:
         return (input,), {}
@@ -276,16 +274,13 @@ def call_arguments(layers: nn.Module, input: Any) -> _Arguments:
 
 
 def common_outputs(layers: nn.Module) -> Collection[int]:
-    """Which leaves of the output, by index, are the same in every micro-batch.
-
-    They are computed of parameters alone, as seen when the model was converted.
-    """
+    """Indices of output leaves that are equal in every micro-batch (made of parameters alone)."""
     last = next(reversed(layers._modules.values()), None)
     return getattr(last, "common_outputs", ())
 
 
 def model_signature(layers: nn.Module) -> inspect.Signature | None:
-    """The signature of the model that layers were made of; None if they were not converted."""
+    """The signature of the model that layers were converted from, or None."""
     signature = _signature(layers)
     return None if signature is None else signature.parameters
 

@@ -1,9 +1,8 @@
-"""Traces what a model does while it runs for real, into a ``torch.fx.Graph``.
+"""Traces an ordinary run of a model into a ``torch.fx.Graph``.
 
-PyTorch's functions, the methods and sizes of tensors, and calls of leaf modules become nodes. The
-values are those of an ordinary run, so the model's own Python decides which way it goes: where it
-decides by a size, that becomes a guard. Modules that are no leaves are inlined: their forward runs
-as it is, and what it does is traced.
+PyTorch's functions, the methods and sizes of tensors, and calls of leaf modules become nodes. All
+values are real, so the model's own Python decides its control flow. A decision by a size becomes a
+guard. Modules that are no leaves are inlined: their forward runs, and its operations are traced.
 """
 
 from __future__ import annotations
@@ -40,44 +39,44 @@ from syncpipe.runtime.interrupts import forkable_lock
 
 __all__ = ["CHECKS", "DEVICE", "Function", "Tracer", "Whole", "guard"]
 
-#: Tracing puts functions in the place of others, for all threads: one trace at a time.
+#: A trace patches functions for all threads, so only one may run at a time.
 _tracing_lock = forkable_lock()
-#: Numbers that no other batch and no other length would change.
+#: Attributes whose numbers do not depend on the sizes of the batch.
 _CONSTANT = frozenset(
     {"dim", "ndim", "ndimension", "itemsize", "element_size", "get_device", "_version", "stride",
      "storage_offset", "data_ptr", "__hash__"}
 )  # fmt: skip
-#: Python decides by a value.
+#: Functions by which Python decides by a value.
 _DECIDES = frozenset(
     {"__bool__", "__int__", "__float__", "__index__", "is_nonzero", "equal", "allclose",
      "__contains__"}
 )  # fmt: skip
-#: Of these the ones that a guard asks.
+#: Decisions that a guard can check, and the function to check them by.
 _GUARDED: dict[str, Any] = {
     **dict.fromkeys(("__bool__", "is_nonzero", "item"), operator.truth), "equal": torch.equal,
 }  # fmt: skip
-#: Python takes values out of a tensor, or puts them in; a graph that it walks may be cut.
+#: Functions that read values out of a tensor, write values into it, or walk its autograd graph.
 _READS = frozenset({"tolist", "numpy", "__array__", "untyped_storage", "storage", "__set__",
                     "__complex__", "__delete__", "backward", "grad", "register_hook"})  # fmt: skip
-#: What the code of a class reads in every call, and what modules of PyTorch keep in themselves.
+#: Attributes of ``nn.Module`` itself, whose reads are not recorded.
 _INTERNAL = frozenset({*vars(nn.Module), *vars(nn.Module())}) - {"training"}
-#: The name of the device where a layer is; it becomes that of a tensor that the layer is given.
+#: Target of the node for the device of a layer.
 DEVICE = "_device"
-#: How many reads of dtypes are looked at for where one is from.
+#: Number of the last reads of dtypes that may be the source of a dtype argument.
 _READS_BACK = 64
-#: What a trace begins and ends with.
+#: Operations of the first and last nodes of a trace.
 _ENDS = ("placeholder", "output")
 _TREES = (tuple, list, torch.Size, dict, slice)
 _NOT_THE_MODEL = (torch.__file__.removesuffix("__init__.py"), __file__.removesuffix("trace.py"))
 
 
 class Whole(NamedTuple):
-    """A module that is called as it is, or has to be: a layer cannot begin in it.
+    """A module that is not, or cannot be, inlined: no layer begins in it.
 
     Attributes:
-        path: of the module.
-        line: of its code, where that is why. Otherwise empty.
-        reason: in words.
+        path: the path of the module.
+        line: the line of code that causes this, or empty.
+        reason: the reason, for messages.
     """
 
     path: str
@@ -87,7 +86,7 @@ class Whole(NamedTuple):
 
 @dataclasses.dataclass
 class _Written:
-    """An attribute that an inlined forward sets: what was there, and whether that was its own."""
+    """An attribute that a forward sets, with its value before (``own``: of the instance)."""
 
     module: nn.Module
     key: str
@@ -99,7 +98,7 @@ class _Written:
 
 
 class Function:
-    """A callable under a name that generated code can use."""
+    """A callable with a name that generated code can use."""
 
     def __init__(self, fn: Callable[..., Any], name: str) -> None:
         self.fn = fn
@@ -126,9 +125,9 @@ def _check_pieces(pieces: Sequence[Any], traced: int, line: str) -> None:
     _check(len(pieces), traced, line)
 
 
-#: Refuses a call in which Python would decide otherwise than when the model was traced.
+#: Raises if Python would decide otherwise than in the trace.
 guard = Function(_check, "guard")
-#: Refuses one in which a tensor comes in more pieces (of ``split``, say), or in fewer.
+#: Raises if a function (for example ``split``) returns another number of tensors.
 _pieces = Function(_check_pieces, "pieces")
 CHECKS = (guard, _pieces)
 
@@ -137,11 +136,11 @@ CHECKS = (guard, _pieces)
 
 
 def map_tree(fn: Callable[[Any], Any], tree: Any, build: Callable[..., Any] | None = None) -> Any:
-    """A tree with ``fn`` applied to its leaves; where nothing changes it is the very same.
+    """A tree with ``fn`` applied to its leaves, or the tree itself if no leaf changes.
 
-    Trees are tuples, lists, slices, mappings, named tuples and dataclasses in each other.
-    ``build`` is called with the class and what is in it for a tree that is no plain tuple, list,
-    dict or slice. By default such trees are made anew.
+    Trees are nested tuples, lists, slices, mappings, named tuples and dataclasses. Trees other than
+    plain tuples, lists, dicts and slices are made by ``build(class, args, kwargs)``, by default by
+    their class.
     """
     kind, parts = type(tree), _parts(tree)
     if parts is None:
@@ -160,7 +159,7 @@ def map_tree(fn: Callable[[Any], Any], tree: Any, build: Callable[..., Any] | No
 
 
 def _parts(value: Any) -> dict[Any, Any] | None:
-    """What is in a tree, by the key, attribute or index; None for anything else."""
+    """The children of a tree by key, attribute or index; None for a leaf."""
     if batch_kind(value):
         return None
     if type(value) in (tuple, list, torch.Size):
@@ -176,11 +175,11 @@ def _parts(value: Any) -> dict[Any, Any] | None:
     return dict(value) if isinstance(value, Mapping) else None
 
 
-# Numbers that know where they come from
+# Numbers with their node
 
 
 class _Number:
-    """A number with the node that gave it; Python's code takes it for any other number."""
+    """A number with the node that computed it."""
 
     node: fx.Node
     tracer: Tracer
@@ -194,12 +193,12 @@ _Float: Any = type("_Float", (_Number, float), {})
 
 
 def plain(value: Any) -> Any:
-    """A number without its node; anything else as it is."""
+    """A number without its node; other values unchanged."""
     return value.node.meta["value"] if isinstance(value, _Number) else value
 
 
 def _method(fn: Callable[..., Any], kind: str, *, swapped: bool = False) -> Callable[..., Any]:
-    """What a number does: it computes another one, compares, uses its value, or shows it."""
+    """A method of a number, of one kind: it computes another number, compares, uses or shows it."""
 
     def method(self: Any, *others: Any) -> Any:
         takes = kind in ("computes", "compares")
@@ -235,30 +234,41 @@ for _kind, _fns in {
 # The trace
 
 
-#: A call of an inlined module: for each one around it, and for itself, its number and its path.
+#: A call of an inlined module: the step and the path of each enclosing call, and its own.
 _Call = tuple[tuple[int, str], ...]
 
 
 class Tracer(TorchFunctionMode):
-    """One run of a model, traced.
+    """The trace of one run of a model.
 
-    A node has in its ``meta``: ``at``, how many there were before it; ``call``, the one that did
-    it; ``key``, that and its number in it, the same in every run that goes the same way; ``owner``,
-    the path of the module whose forward it was, and ``line``, where; ``value``; ``reads``, of which
-    attributes alone a number was computed; ``dtypes``, the tensors whose dtype may be an argument;
-    ``writes``, whether it writes into one of its arguments;
-    ``of_input``, whether it was computed of what the model was called with;
-    ``grad``, whether gradients were on; ``pure``, whether it may be left out where nobody uses what
-    it gives; ``seconds``, for modules; ``name``, for the code.
+    The ``meta`` of a node has:
 
-    ``paths`` are those of all modules, ``leaves`` those of leaf modules, ``names`` those of the
-    tensors in the arguments; ``objects`` is what the model uses besides its own tensors and plain
-    values, in all traces of it, by names in the code. ``nodes`` is what the model did, in order,
-    from the caller's tensors to the output, ``result`` what it gave, ``steps`` how many there are
-    in each call, and ``faults`` what the trace cannot stand for. ``reads`` has the attributes of
-    modules (and of objects in them) that were read, by name, ``modes`` in which call whose mode
-    was, ``decisive`` those by which Python decided. ``reentrant``: there is PyTorch's reentrant
-    checkpoint in it.
+        at        its index                      value     its value
+        call      the enclosing call             grad      whether gradients were on
+        key       the call and its step there,   seconds   the time of a module
+                  equal in every run that takes  name      its name in the code
+                  the same path                  writes    it writes into an argument
+        owner     the path of the module whose   of_input  it depends on the model's arguments
+                  forward made it                pure      it may be dropped if unused
+        line      the line of code               dtypes    nodes whose dtype may be an argument
+        reads     the attributes that alone determine a number
+
+    Args:
+        leaves: the leaf modules by path.
+        paths: the paths of all modules.
+        objects: what the model uses besides its own tensors and plain values, by names in the code;
+            shared by all traces of the model.
+        names: the names of the tensors in the arguments.
+
+    Attributes:
+        nodes: the nodes in order, from the placeholders to the output.
+        result: the output of the model.
+        steps: the number of nodes and inner calls of each call.
+        faults: why modules cannot be inlined.
+        reads: the attributes of modules, and of objects in them, that were read, by name.
+        modes: each read of a module's mode, as (index of the next node, call, path).
+        decisive: the names of attributes by which Python decided.
+        reentrant: whether PyTorch's reentrant checkpoint was called.
     """
 
     def __init__(
@@ -312,7 +322,7 @@ class Tracer(TorchFunctionMode):
 
     @property
     def live(self) -> list[fx.Node]:
-        """The nodes that somebody misses if they are not done."""
+        """The nodes without unused pure ones."""
         missed = set[fx.Node]()
         for node in reversed(self.nodes):
             if node in missed or not node.meta["pure"]:
@@ -320,7 +330,7 @@ class Tracer(TorchFunctionMode):
         return [node for node in self.nodes if node in missed]
 
     def fold(self, followed: set[str]) -> None:
-        """Puts numbers that are of other attributes than these into the code."""
+        """Replace number nodes by their values, except those of ``followed`` attributes."""
         for node in self._graph.nodes:
             if node.meta["reads"] and not node.meta["reads"] & followed:
                 for user in list(node.users):
@@ -328,7 +338,7 @@ class Tracer(TorchFunctionMode):
                     user.args, user.kwargs = fx.node.map_arg((user.args, user.kwargs), value)
 
     def follow_dtypes(self, other: Tracer) -> None:
-        """Has dtypes that differ in another run of the same nodes be those of tensors."""
+        """Replace dtypes that differ in another run by the dtypes of tensors."""
         theirs = {node.meta["key"]: node for node in other._graph.nodes}
         for node in self.nodes:
             twin, dtype = theirs.get(node.meta["key"]), _dtype_of(node)
@@ -348,10 +358,10 @@ class Tracer(TorchFunctionMode):
                     break
         self.nodes = [node for node in self._graph.nodes if node.op != "get_attr"]
 
-    # What stands in for functions meanwhile
+    # Functions that are patched during a trace
 
     def _replaced(self) -> Iterator[tuple[Any, str, Any]]:
-        """Of what, what, and by what."""
+        """The patches: object, name, replacement."""
         for cls in {cls for module in self._paths for cls in type(module).__mro__}:
             for name, replaced in ("__call__", self._calling), ("__setattr__", self._setting):
                 if issubclass(cls, nn.Module) and name in cls.__dict__:
@@ -374,12 +384,12 @@ class Tracer(TorchFunctionMode):
         for of, name in _DECIDING:
             yield of, name, self._deciding(getattr(of, name))
         if hasattr(torch.compiler, "_is_compiling_flag"):
-            # Code that looks at values where it is not compiled stays away from them.
+            # Libraries skip checks of values while they are compiled.
             yield torch.compiler, "_is_compiling_flag", True
 
     @property
     def idle(self) -> bool:
-        """Whether nothing is written down: within an operation, and in other threads."""
+        """Whether nothing is recorded: within an operation, and in other threads."""
         return self._off or threading.get_ident() != self._thread
 
     def _calling(self, call: Callable[..., Any]) -> Callable[..., Any]:
@@ -387,7 +397,7 @@ class Tracer(TorchFunctionMode):
             if self.idle or module not in self._paths:
                 return call(module, *args, **kwargs)
             path = self._paths[module]
-            if path == self._call[-1][1]:  # the model, or a class's own __call__ that goes on here
+            if path == self._call[-1][1]:  # the model, or super().__call__()
                 return call(module, *args, **kwargs)
             if path in self._leaves:
                 bound = lambda *a, **k: call(module, *a, **k)  # noqa: E731
@@ -418,7 +428,7 @@ class Tracer(TorchFunctionMode):
         return read
 
     def _note(self, owner: Any, key: str, value: Any = MISSING) -> Any:
-        """Notes that an attribute was read, and returns its value: a number with its node."""
+        """Record that an attribute was read; returns its value, a float with its node."""
         module, path = isinstance(owner, nn.Module), self._watched[id(owner)]
         if key == "training" and module:
             self.modes.append((len(self._graph.nodes), self._call, path))
@@ -428,7 +438,7 @@ class Tracer(TorchFunctionMode):
             or any(key in getattr(owner, kind) for kind in ("_modules", "_parameters", "_buffers"))
         ):
             return value
-        # What properties and methods read is noted by itself.
+        # The reads inside of properties and methods are recorded themselves.
         written = self._written.get((id(owner), key))
         if written is not None:
             written.read_again = True
@@ -448,7 +458,7 @@ class Tracer(TorchFunctionMode):
         return value
 
     def _enter(self, value: Any, node: fx.Node) -> None:
-        """Knows the tensors in a batch of a registered class, which the first layer takes out."""
+        """Make nodes for the tensors in a batch of a registered class, read by the first layer."""
         for get, key, entry in entries(value):
             path = (*node.meta["key"], key)
             if isinstance(entry, Tensor):
@@ -457,7 +467,7 @@ class Tracer(TorchFunctionMode):
                 self._enter(entry, self._place("call_function", get, (node, key), key=path))
 
     def _reading_batch(self, get: Callable[..., Any]) -> Callable[..., Any]:
-        """Numbers and tensors that a batch of a registered class computes are its attributes."""
+        """Record numbers and tensors that a batch of a registered class computes as attributes."""
 
         def read(batch: Any, key: str) -> Any:
             if self.idle or key[:1] == "_" or id(batch) not in self._batches:
@@ -491,13 +501,13 @@ class Tracer(TorchFunctionMode):
         return written
 
     def _watch(self, value: Any, name: str) -> None:
-        """Sees what is read of an object that is an attribute (a config, say)."""
+        """Record reads from an object that is an attribute (for example a config)."""
         kind = type(value)
         if id(value) in self._watched or not hasattr(value, "__dict__") or callable(value):
             return
         if isinstance(value, (type, Tensor, enum.Enum)) or kind.__module__.startswith("torch"):
             return
-        with suppress(TypeError):  # of a type whose attributes cannot be seen
+        with suppress(TypeError):  # a type that cannot be patched
             get = patch.object(kind, "__getattribute__", self._reading(kind.__getattribute__))
             self._watched[id(value)] = name
             self._stack.enter_context(get)
@@ -511,7 +521,7 @@ class Tracer(TorchFunctionMode):
         return written
 
     def _write(self, module: nn.Module, key: str, value: Any) -> None:
-        """Notes that an attribute is set."""
+        """Record that an attribute is set."""
         path = self._paths[module]
         name, at = ".".join(filter(None, (path, key))), (id(module), key)
         if self._is_whole(path):
@@ -524,9 +534,9 @@ class Tracer(TorchFunctionMode):
             self._written[at] = _Written(module, key, before, own, name in self.reads, whole)
 
     def _put_back(self) -> None:
-        """Takes back what the forward has set, for it is no part of what layers do.
+        """Restore the attributes that the forward has set, because layers do not set them.
 
-        That is a fault, unless it set what was there, or what it alone uses in the same call.
+        That is a fault, unless the value is unchanged, or is read only after it was set.
         """
         for each in self._written.values():
             now = attribute(each.module, each.key)
@@ -539,7 +549,7 @@ class Tracer(TorchFunctionMode):
                 vars(each.module).pop(each.key, None)
 
     def _of_input(self, value: Any) -> bool:
-        """Whether a value was computed of what the model was called with."""
+        """Whether a value depends on the arguments of the model."""
         nodes = [
             each.node if isinstance(each, _Number) else self._nodes.get(id(each))
             for each in flatten(value)[0]
@@ -547,7 +557,7 @@ class Tracer(TorchFunctionMode):
         return any(node.meta["of_input"] for node in nodes if node is not None)
 
     def _common(self) -> frozenset[int]:
-        """Which tensors in the output, by index, were computed of parameters alone."""
+        """Indices of the output tensors that do not depend on the arguments of the model."""
         leaves = enumerate(flatten(self.result, batches=True)[0])
         return frozenset(
             k for k, leaf in leaves if isinstance(leaf, Tensor) and not self._of_input(leaf)
@@ -558,7 +568,7 @@ class Tracer(TorchFunctionMode):
             own = apply.__get__(None, cls)
             if self.idle:
                 return own(*args, **kwargs)
-            if cls is CheckpointFunction:  # the pipe recomputes what it has to
+            if cls is CheckpointFunction:  # the pipe itself recomputes
                 self.reentrant = True
                 return args[0](*args[2:])
             target = Function(own, f"{cls.__name__}_apply")
@@ -576,7 +586,7 @@ class Tracer(TorchFunctionMode):
         return called
 
     def _uncached(self, cached: Any) -> Callable[..., Any]:
-        """A function with a cache, which would find a size by its value."""
+        """A cached function, without its cache for numbers with a node: keys compare by value."""
 
         def called(*args: Any, **kwargs: Any) -> Any:
             given = flatten((args, kwargs))[0] if not self.idle else ()
@@ -591,7 +601,7 @@ class Tracer(TorchFunctionMode):
         return _len(value)
 
     def _deciding(self, fn: Callable[..., Any]) -> Callable[..., Any]:
-        """A function that decides by the values of a tensor, which it does in each call."""
+        """A function that decides by the values of a tensor, as one node."""
         target = Function(fn, fn.__name__.lstrip("_"))
 
         def called(tensor: Any, *args: Any, **kwargs: Any) -> Any:
@@ -613,7 +623,7 @@ class Tracer(TorchFunctionMode):
             name = func.__self__.__name__
         if name in ("shape", "size"):
             node = self._nodes.get(id(args[0]))
-            if node is None or node.op == "get_attr":  # sizes of parameters are the model's own
+            if node is None or node.op == "get_attr":  # sizes of parameters are constant
                 return func(*args, **kwargs)
         if name in _READS:
             self._fault(f"Python takes values out of a tensor, or puts them in ({name})")
@@ -632,14 +642,15 @@ class Tracer(TorchFunctionMode):
         own: Any = getattr(Tensor, name, None)
         if own is not func:
             return self._perform("call_function", _named(func), func, args, kwargs)
-        written: Any = getattr(operator, name, None)  # which fx writes as an operator
+        written: Any = getattr(operator, name, None)  # fx prints it as an operator
         if written is not None and not kwargs:
             return self._perform("call_function", written, func, args, {})
         return self._perform("call_method", name, func, args, kwargs)
 
     def _of_flags(self, tensors: Any) -> bool:
-        """Whether values come of integers and flags alone that the model was called with: ids and
-        masks, which decide the same in most calls.
+        """Whether values depend only on integers and flags in the arguments of the model.
+
+        Decisions by these (ids and masks) are equal in most calls.
         """
         pending = [self._nodes.get(id(tensor)) for tensor in tensors_in(tensors)]
         for node in pending:
@@ -653,7 +664,7 @@ class Tracer(TorchFunctionMode):
         return True
 
     def _guarded(self, ask: Callable[..., bool], args: Any) -> bool:
-        """A decision by values, which is asked again in each call."""
+        """A decision by values, with a guard that repeats it in each call."""
         given, self._off = self._lift(args), True
         value = ask(*args)
         self._off = False
@@ -662,7 +673,7 @@ class Tracer(TorchFunctionMode):
         self._place("call_function", guard, (node, value, line_in_model()))
         return value
 
-    # What is written down
+    # Nodes
 
     def _perform(
         self, op: str, target: Any, fn: Callable[..., Any], args: Any, kwargs: dict[str, Any]
@@ -705,10 +716,10 @@ class Tracer(TorchFunctionMode):
         return self._known(node, result, written)
 
     def _known(self, node: fx.Node, result: Any, written: list[Tensor]) -> Any:
-        """What a node gave, known from here on."""
+        """Register the result of a node, and return it with nodes for its numbers."""
         if isinstance(result, Tensor):
             if id(result) in self._nodes and not any(result is tensor for tensor in written):
-                result = _alias(result)  # the very tensor that it was given
+                result = _alias(result)  # the function returned its argument
         elif isinstance(result, (int, float)) and (
             _counts(result) or isinstance(node.target, Function)
         ):
@@ -748,7 +759,7 @@ class Tracer(TorchFunctionMode):
         value: Any = None,
         pure: bool = False,
     ) -> fx.Node:
-        """Writes down a node; one that is given its key is no step of its own."""
+        """Make a node; a node with an explicit ``key`` is no step of the call."""
         call = self._call
         name = target if isinstance(target, str) else getattr(target, "__name__", "value")
         node = self._graph.create_node(op, target, tuple(args), dict(kwargs or {}))
@@ -779,27 +790,27 @@ class Tracer(TorchFunctionMode):
         return traced
 
     def computed(self, fn: Callable[..., Any], args: tuple[Any, ...], value: Any) -> Any:
-        """A number that was computed of others."""
+        """Make the node of a number that was computed from others."""
         node = self._place("call_function", fn, self._lift(args), pure=True)
         of = [used.meta["reads"] for used in node.all_input_nodes]
         node.meta["reads"] = frozenset().union(*of) if all(of) else frozenset()
         return self._number(node, value)
 
     def decided(self, number: Any) -> None:
-        """Python used the value of a number."""
+        """Record that Python used the value of a number."""
         if reads := number.node.meta["reads"]:
             self.decisive |= reads
             return
         self._place("call_function", guard, (number.node, plain(number), line_in_model()))
 
-    # What is used
+    # Arguments
 
     def _lift(self, tree: Any) -> Any:
-        """A tree of values with nodes in their place."""
+        """A tree of values with each value replaced by its node."""
         return map_tree(self._lifted, tree, self._built)
 
     def _built(self, cls: type, args: tuple[Any, ...], kwargs: dict[str, Any]) -> fx.Node:
-        """A node that makes a dataclass, named tuple or mapping anew."""
+        """A node that makes a dataclass, named tuple or mapping."""
         return self._place("call_function", _named(cls), args, kwargs, pure=True)
 
     def _lifted(self, leaf: Any) -> Any:
@@ -817,7 +828,7 @@ class Tracer(TorchFunctionMode):
             return self._handed_on(leaf, module, self._paths[module])
         if isinstance(leaf, nn.Module) or (isinstance(leaf, Tensor) and leaf.requires_grad):
             self._fault(f"a {type(leaf).__name__} that is no part of the model is used")
-        by_value = not isinstance(leaf, Tensor)  # it has one name in every run
+        by_value = not isinstance(leaf, Tensor)  # so equal objects have one name in every run
         known = self._objects.items()
         found = (n for n, old in known if old is leaf or (by_value and equal(old, leaf)))
         name = next(found, f"_{type(leaf).__name__}_{len(known)}")
@@ -825,7 +836,7 @@ class Tracer(TorchFunctionMode):
         return self._place("get_attr", name, key=("object", name), value=leaf)
 
     def _handed_on(self, leaf: Any, module: nn.Module, path: str) -> fx.Node:
-        """A module, or a method of one, as an argument: others call it by themselves."""
+        """The node of a module, or of its method, that is an argument of a call."""
         inside = self._is_whole(path)
         if not inside or leaf is not module:
             owner = self._call[-1][1] if inside else path
@@ -834,7 +845,7 @@ class Tracer(TorchFunctionMode):
         return self._place("get_attr", path, key=("module", path), value=module)
 
     def _is_whole(self, path: str) -> bool:
-        """Whether a module is, or is inside of, one that is called as it is."""
+        """Whether a module is a leaf module or inside one."""
         return any(f"{path}.".startswith(f"{leaf}.") for leaf in self._leaves)
 
     def _check_draws(self) -> None:
@@ -856,12 +867,12 @@ def _caches_in(count: int) -> list[tuple[Any, str, Any]]:
 
 
 def cached_functions() -> list[tuple[Any, str, Any]]:
-    """Functions with a cache in what is imported: of what, by which name, and themselves."""
+    """The functions with a cache in imported modules, as (module, name, function)."""
     return _caches_in(len(sys.modules))
 
 
 def line_in_model() -> str:
-    """Where in the model's code this happens."""
+    """The innermost line of the model's code that is running, for messages."""
     for frame, line in traceback.walk_stack(None):
         file = frame.f_code.co_filename
         if not file.startswith(_NOT_THE_MODEL):
@@ -871,38 +882,38 @@ def line_in_model() -> str:
 
 
 def _dtype_of(node: fx.Node) -> torch.dtype | None:
-    """The dtype of floats that is an argument."""
+    """The floating-point dtype among the arguments of a node."""
     found = [a for a in flatten((node.args, node.kwargs))[0] if isinstance(a, torch.dtype)]
     return next((dtype for dtype in found if dtype.is_floating_point), None)
 
 
 def _counts(leaf: Any) -> bool:
-    """Whether a result may be another one for another batch, or for other values."""
+    """Whether a result may depend on the batch or on values."""
     return not isinstance(leaf, PLAIN) or (
         type(leaf) is not bool and isinstance(leaf, (int, float))
     )
 
 
 def _named(fn: Any) -> Any:
-    """A callable as fx can write it: under its name in PyTorch, or under one of ours."""
+    """A callable that fx can print: itself if it has a name in torch, else a ``Function``."""
     try:
         path = fx.node._get_qualified_name(fn)
         if path.startswith("torch.") and operator.attrgetter(path[6:])(torch) == fn:
             return fn
-    except Exception:  # it has no such name
+    except Exception:  # no such name
         pass
     name = getattr(fn, "__name__", type(fn).__name__)
     return Function(fn, name if name.isidentifier() else "function")
 
 
 def _alias(tensor: Tensor) -> Tensor:
-    """Another object for a tensor, so that it is told from what it was made of."""
+    """Another object for a tensor, distinct from the argument that a function returned."""
     with torch._C.DisableTorchFunction():
         return tensor.view_as(tensor) if tensor.layout is torch.strided else tensor
 
 
 def _mode(device: torch.device) -> Any:
-    """What an operation depends on besides its arguments, but for gradients."""
+    """The global modes that operations depend on, except the grad mode."""
     mixed = device.type != "meta" and torch.is_autocast_enabled(device.type)
     return torch.is_inference_mode_enabled(), mixed, torch.get_default_dtype()
 
@@ -917,7 +928,7 @@ def _encode(
     src_key_padding_mask: Any = None,
     is_causal: bool | None = None,
 ) -> Any:
-    """As ``nn.TransformerEncoder``, which decides by the values of the padding whether to nest."""
+    """Replaces ``nn.TransformerEncoder.forward``, which nests or not by values of the padding."""
     padding, nests = src_key_padding_mask, getattr(encoder, "use_nested_tensor", False)
     if encoder.training or not nests or mask is not None or padding is None:
         return _FORWARD(encoder, src, mask, padding, is_causal)
@@ -930,7 +941,7 @@ def _encode(
 
 
 class _FirstLayer(SimpleNamespace):
-    """Stands for the first layer of an encoder, its modules and its weights, and is called once."""
+    """A fake first layer of an encoder (and its modules and weights) that keeps its arguments."""
 
     def __getattr__(self, name: str) -> Any:
         if name == "__torch_function__":  # which only tensors have
@@ -943,7 +954,7 @@ class _FirstLayer(SimpleNamespace):
 
 
 def _nested(src: Tensor, padding: Tensor, check: bool, trains: bool) -> Any:
-    """The input of the first layer, nested where PyTorch nests it, and the padding."""
+    """The arguments of the first layer: the input, nested if PyTorch nests it, and the padding."""
     first: Any = _FirstLayer(training=False, requires_grad=trains)
     encoder = SimpleNamespace(use_nested_tensor=True, mask_check=check, layers=[first], norm=None)
     _FORWARD(encoder, src, src_key_padding_mask=padding)
