@@ -91,13 +91,13 @@ def auto(
     n, d = len(devices), len(usual.actions)
     if len(costs.forward) != n:
         raise ValueError(f"costs are for {len(costs.forward)} stages, but there are {n}")
-    whole = _checked_sizes("activations", (1.0,) * n if activations is None else activations, n)
-    first = _checked_sizes("inputs", whole if inputs is None else inputs, n)
-    if any(size > most for size, most in zip(first, whole, strict=True)):
-        raise ValueError(f"inputs={first} must not be larger than activations={whole}")
+    stored = _checked_sizes("activations", (1.0,) * n if activations is None else activations, n)
+    kept = _checked_sizes("inputs", stored if inputs is None else inputs, n)
+    if any(size > most for size, most in zip(kept, stored, strict=True)):
+        raise ValueError(f"inputs={kept} must not be larger than activations={stored}")
     split = split and any(costs.backward_weight)
     counts, free = checked_counts(rematerialized, m, n), (math.inf,) * d
-    p = Problem(m, devices, costs, counts, whole, first, free, split)
+    p = Problem(m, devices, costs, counts, stored, kept, free, split)
     if memory is None:
         pairs = zip(usual.actions, (zb_h1(m, devices) if split else usual).actions, strict=True)
         memory = [max(map(p.peak, pair)) for pair in pairs]

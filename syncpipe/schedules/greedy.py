@@ -71,9 +71,9 @@ class Problem:
     def memory(self, action: Action) -> tuple[float, float]:
         """The memory that an action takes at its start and gives back at its end."""
         kind, i, j = action
-        whole, first = self.activations[j], self.held(i, j)
-        takes = {"activation": first, "gradient": whole - first, "": 0.0}[KINDS[kind].sends]
-        return takes, whole * (KINDS[kind].in_flight_change < 0)
+        stored, kept = self.activations[j], self.held(i, j)
+        takes = {"activation": kept, "gradient": stored - kept, "": 0.0}[KINDS[kind].sends]
+        return takes, stored * (KINDS[kind].in_flight_change < 0)
 
     def peak(self, row: Iterable[Action]) -> float:
         """The maximum memory that a device holds."""

@@ -437,8 +437,8 @@ def _from_block(
     (forward down the devices and up, backward down and up), ``turns`` those between the sweeps.
     """
     n, p = len(device_of), len(device_of) // 2
-    ways = [(step,) * (p - 1) for step in steps]
-    gaps = (*ways[0], turns[0], *ways[1], turns[1], *ways[2], turns[2], *ways[3])
+    sweeps = [(step,) * (p - 1) for step in steps]
+    gaps = (*sweeps[0], turns[0], *sweeps[1], turns[1], *sweeps[2], turns[2], *sweeps[3])
     times = list(accumulate(gaps, initial=0))
     lists: list[list[Action]] = []
     for d in range(p):

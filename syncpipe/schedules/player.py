@@ -111,8 +111,8 @@ class Costs:
     @cached_property
     def edges(self) -> dict[tuple[int, int, bool], float]:
         """Transfer times by (source, target, whether it is a skip), in the order of sending."""
-        ways = {(j, j + 1, False): time for j, time in enumerate(self.transfer)}
-        return ways | {(a, b, True): time for (a, b), time in self.skips.items()}
+        transfers = {(j, j + 1, False): time for j, time in enumerate(self.transfer)}
+        return transfers | {(a, b, True): time for (a, b), time in self.skips.items()}
 
 
 #: A time for each micro-batch; negative if the event has not happened.
@@ -157,12 +157,12 @@ def time_table(
     forwards, whole, inputs, weights = (table[kind] for kind in LETTERS.values())
     for first, then in ((forwards, whole), (forwards, inputs), (inputs, weights)):
         for pair in zip(first, then, strict=True):
-            before, behind = reversed(pair) if mirrored else pair
-            behind.needs.append(before.ends)
+            before, after = reversed(pair) if mirrored else pair
+            after.needs.append(before.ends)
     for edge, time in costs.edges.items():
         times = [time] * (m - 1) + [last.edges.get(edge, 0.0)]
-        for kinds, way in (((forwards,), edge[:2]), ((whole, inputs), edge[1::-1])):
-            source, target = reversed(way) if mirrored else way
+        for kinds, link in (((forwards,), edge[:2]), ((whole, inputs), edge[1::-1])):
+            source, target = reversed(link) if mirrored else link
             arrivals, devices = [-1.0] * m, devices_of(device_of, target)
             for row in kinds:
                 row[source].sends.append((target, arrivals, (devices * m)[:m], times))
@@ -228,10 +228,10 @@ def heads_and_tails(
     """Lower bounds for each stage: a micro-batch's way to it, a gradient's way back to stage 0."""
     last, heads, tails = costs.last or costs, [0.0], [0.0]
     back: Kind = "backward_input" if split else "backward"
-    for j, way in enumerate(map(min, costs.transfer, last.transfer)):
-        way *= device_of[j] != device_of[j + 1]
-        heads.append(heads[j] + min(costs.forward[j], last.forward[j]) + way)
-        tails.append(tails[j] + min(costs.times[back][j], last.times[back][j]) + way)
+    for j, transfer in enumerate(map(min, costs.transfer, last.transfer)):
+        transfer *= device_of[j] != device_of[j + 1]
+        heads.append(heads[j] + min(costs.forward[j], last.forward[j]) + transfer)
+        tails.append(tails[j] + min(costs.times[back][j], last.times[back][j]) + transfer)
     return heads, tails
 
 

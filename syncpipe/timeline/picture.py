@@ -193,13 +193,13 @@ def _paint_rows(axes: Axes, panel: Panel, panels: Sequence[Panel]) -> None:
 
 def drawn_boxes(spans: Sequence[Span]) -> Iterator[tuple[Span, float, float]]:
     """All visible spans with their top and bottom, in row heights."""
-    ways: dict[tuple[int, str], list[Span]] = defaultdict(list)
+    transfers: dict[tuple[int, str], list[Span]] = defaultdict(list)
     for span in spans:
         if span.kind != "transfer":
             yield span, span.row + ROW_PARTS["box"][0], span.row + ROW_PARTS["box"][1]
         elif span.duration:
-            ways[span.row, appearance(span)].append(span)
-    for (row, what), group in ways.items():
+            transfers[span.row, appearance(span)].append(span)
+    for (row, what), group in transfers.items():
         placed, (top, bottom) = lanes(group), ROW_PARTS[what]
         pitch = (bottom - top) / (1 + max(lane for lane, _ in placed))
         for lane, span in placed:

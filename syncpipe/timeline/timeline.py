@@ -133,27 +133,27 @@ class Timeline:
                 times[span.kind, span.j].append(span.duration)
             else:  # a stage may send several tensors to another
                 sent[span.j, span.target, span.step, span.i] += span.duration
-        took = {key: median(samples) for key, samples in times.items()}
-        stages = range(1 + max((j for _, j in took), default=-1))
+        medians = {key: median(samples) for key, samples in times.items()}
+        stages = range(1 + max((j for _, j in medians), default=-1))
         for j in stages or (0,):
-            took.setdefault(("backward_input", j), took.get(("backward", j), -1.0))
-            if ("forward", j) not in took or took["backward_input", j] < 0:
+            medians.setdefault(("backward_input", j), medians.get(("backward", j), -1.0))
+            if ("forward", j) not in medians or medians["backward_input", j] < 0:
                 raise ValueError(
                     f"stage {j} has no forward or no backward in this timeline: trace train_batch"
                 )
-        ways: dict[tuple[int, int], list[float]] = defaultdict(list)
+        links: dict[tuple[int, int], list[float]] = defaultdict(list)
         for (j, target, *_), time in sent.items():
-            ways[j, target].append(time)
+            links[j, target].append(time)
         slower: dict[tuple[int, int], float] = defaultdict(float)
-        for way, samples in ways.items():
-            slower[min(way), max(way)] = max(median(samples), slower[min(way), max(way)])
+        for link, samples in links.items():
+            slower[min(link), max(link)] = max(median(samples), slower[min(link), max(link)])
         return Costs(
-            forward=tuple([took["forward", j] for j in stages]),
-            backward_input=tuple([took["backward_input", j] for j in stages]),
-            backward_weight=tuple([took.get(("backward_weight", j), 0.0) for j in stages]),
+            forward=tuple([medians["forward", j] for j in stages]),
+            backward_input=tuple([medians["backward_input", j] for j in stages]),
+            backward_weight=tuple([medians.get(("backward_weight", j), 0.0) for j in stages]),
             transfer=tuple([slower.pop((j, j + 1), 0.0) for j in stages[:-1]]),
             skips=slower,
-            recompute=tuple([took.get(("recompute", j), took["forward", j]) for j in stages]),
+            recompute=tuple([medians.get(("recompute", j), medians["forward", j]) for j in stages]),
         )
 
     @property
