@@ -1,4 +1,4 @@
-"""Compares what two runs computed: equal to the bit, equal to rounding, or different, and where."""
+"""Compare the tensors of two runs: equal bits, equal up to rounding, or different, and where."""
 
 from __future__ import annotations
 
@@ -16,10 +16,11 @@ __all__ = ["Comparison", "Status", "compare"]
 
 Status = Literal["equal", "rounding", "different", "none"]
 
-#: Differences up to this are rounding, relative to the largest value of a tensor; by dtype.
+#: The largest difference that counts as rounding, relative to a tensor's largest value, by dtype.
 _ROUNDING = {torch.float64: 1e-8, torch.complex128: 1e-8, torch.float32: 1e-4}
 _ROUNDING_BELOW_32_BITS = 5e-2
-#: A gradient that cancels out has rounding errors of this share of the largest tensor.
+#: The scale of a tensor is at least this share of the largest value of all tensors, because terms
+#: that cancel leave rounding errors of their own size.
 _CANCELLED = 1e-2
 
 
@@ -27,12 +28,12 @@ class Comparison(NamedTuple):
     """The result of a comparison.
 
     Attributes:
-        status: ``"equal"`` to the bit, equal to ``"rounding"``, ``"different"``; ``"none"`` if
-            there was nothing to compare.
-        distance: the largest difference, relative to the largest value of that tensor.
-        at: the name of the tensor with that difference.
-        names: of all tensors that are different.
-        words: what differs at ``at``, where a distance does not say it.
+        status: ``"equal"`` bits, equal up to ``"rounding"``, ``"different"``, or ``"none"`` if
+            both runs are empty.
+        distance: the largest difference, relative to the largest value of its tensor.
+        at: the name of the tensor with the largest difference.
+        names: the names of all tensors that differ by more than rounding.
+        words: the difference at ``at``, if it is one of shape, dtype or kind.
     """
 
     status: Status = "none"
@@ -43,7 +44,7 @@ class Comparison(NamedTuple):
 
     @property
     def same(self) -> bool:
-        """Whether nothing is different, to rounding at least."""
+        """Whether all values are equal up to rounding."""
         return self.status != "different"
 
     def __str__(self) -> str:
@@ -57,10 +58,10 @@ class Comparison(NamedTuple):
 def compare(
     actual: Mapping[str, Any], expected: Mapping[str, Any], rounding: float = 0.0
 ) -> Comparison:
-    """Compares values by name: tensors of any device, and other values by ``==``.
+    """Compare values by name: tensors on any device, and other values by ``==``.
 
-    A name that only one of the two has counts as None in the other. A relative difference up to
-    ``rounding`` counts as rounding, where that of the dtype is smaller.
+    A name that is missing on one side counts as None there. ``rounding`` raises the relative
+    difference that counts as rounding; it never lowers the limit of the dtype.
     """
     if not expected and not actual:
         return Comparison()
@@ -81,7 +82,7 @@ def compare(
 
 
 def _difference(a: Any, b: Any, largest: float, rounding: float) -> tuple[float, float, str]:
-    """The relative difference, what would be rounding, and words where there is no number."""
+    """The relative difference, the limit for rounding, and words if the difference is no number."""
     both = isinstance(a, Tensor) and isinstance(b, Tensor)
     if not both or a.dtype != b.dtype or a.shape != b.shape:
         return math.inf, 0.0, f"{_words(a)} instead of {_words(b)}"
@@ -103,7 +104,7 @@ def _on_cpu(value: Any) -> Any:
 
 
 def _largest(value: Any) -> float:
-    """The largest finite size of a value in a floating-point tensor."""
+    """The largest finite absolute value of a floating-point tensor."""
     if not isinstance(value, Tensor) or not (value.is_floating_point() or value.is_complex()):
         return 0.0
     return float(value.abs().nan_to_num(0.0, 0.0, 0.0).max()) if value.numel() else 0.0

@@ -1,4 +1,4 @@
-"""How times, bytes, counts and tables are told."""
+"""Text for times, bytes, counts and tables."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from collections.abc import Container, Sequence
 
 __all__ = ["SECONDS", "columns", "count", "duration", "handy", "in_bytes", "three_digits"]
 
-#: The units of time that are known, the longest first; those of memory, the shortest first.
+#: Units of time in seconds, the longest first, and units of memory, the smallest first.
 SECONDS = {"s": 1.0, "ms": 1e-3, "us": 1e-6}
 _BYTES = ("B", "kB", "MB", "GB", "TB")
 
 
 def handy(unit: str, time: float) -> tuple[float, str]:
-    """A factor and a unit in which this time is a handy number."""
+    """A factor and a unit that turn this time into a number of 1 or more, where one does."""
     if unit not in SECONDS or not time:
         return 1.0, unit
     seconds = time * SECONDS[unit]
@@ -22,18 +22,18 @@ def handy(unit: str, time: float) -> tuple[float, str]:
 
 
 def three_digits(value: float) -> str:
-    """Three digits that count, and all of those before the point."""
+    """The number with three significant digits, or all digits before the point."""
     return f"{value:.{max(0, 3 - len(str(int(value))))}f}"
 
 
 def duration(time: float, unit: str = "s") -> str:
-    """Three digits and a handy unit: 12.3 ms."""
+    """A time with three digits and a unit that fits, for example 12.3 ms."""
     factor, handy_unit = handy(unit, time)
     return f"{three_digits(time * factor)} {handy_unit}"
 
 
 def in_bytes(number: float, *, up: bool = False) -> str:
-    """A size in a unit that fits: 12 B, 3.4 kB, 56.0 MB, 789 GB, powers of 1000; rounded ``up``."""
+    """A size in powers of 1000, for example 12 B, 3.4 kB or 789 GB; ``up``: never rounded down."""
     unit = 0
     while abs(number) >= 999.5 and unit < len(_BYTES) - 1:
         number, unit = number / 1000, unit + 1
@@ -48,7 +48,7 @@ def count(number: int, what: str, plural: str = "s") -> str:
 
 
 def columns(rows: Sequence[Sequence[str]], left: Container[int] = (0,)) -> list[str]:
-    """Lines whose cells stand below each other, to the right but for those of some columns."""
+    """The lines of a table; the columns in ``left`` are left-aligned, the others right-aligned."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return [
         "  ".join(

@@ -1,7 +1,7 @@
-"""Teaches a small ResNet to read handwritten digits through a pipe, on the devices at hand.
+"""Trains a small ResNet on handwritten digits through a pipe, on the devices of this machine.
 
-The file is an example as well, of what one does with a model of one's own: plan how to run it, make
-a pipe of it, verify that, train it, and look at a step.
+The file is also an example for your own model: plan, build the pipe, verify it, train it, and draw
+the timeline of a step.
 """
 
 import argparse
@@ -25,8 +25,8 @@ from syncpipe.runtime.streams import accelerators
 from syncpipe.schedules import build
 from syncpipe.timeline import compare
 
-#: Images in a mini-batch of the training, and of the step that is planned and timed: with few a CPU
-#: worker has little to do for each micro-batch, and an accelerator nothing.
+#: Images in a mini-batch of the training, and of the step that is planned and timed. The latter
+#: has more images, so that each micro-batch keeps its device busy.
 BATCH_SIZE, CPU_BATCH, ACCELERATOR_BATCH = 128, 256, 16_384
 PLAN_SECONDS, TIMED_SECONDS, PEAK_LEARNING_RATE = 2.0, 3.0, 5e-3
 PICTURE = "syncpipe-demo.png"
@@ -35,7 +35,7 @@ say = partial(print, flush=True)
 
 
 class Block(nn.Module):
-    """A residual block, of a "Deep Residual Network" (https://arxiv.org/abs/1512.03385)."""
+    """A block of a "Deep Residual Network" (https://arxiv.org/abs/1512.03385)."""
 
     def __init__(self, before: int, after: int, stride: int, norm: Callable[[int], nn.Module]):
         super().__init__()
@@ -49,7 +49,7 @@ class Block(nn.Module):
 
 def resnet(norm: Callable[[int], nn.Module] | None = None) -> nn.Sequential:
     """A ResNet of 7 layers, for images of shape ``[N, 1, 8, 8]``."""
-    norm = norm or partial(nn.GroupNorm, 8)  # unlike BatchNorm the same for micro-batches
+    norm = norm or partial(nn.GroupNorm, 8)  # independent of the micro-batch, unlike BatchNorm
     return nn.Sequential(
         nn.Sequential(nn.Conv2d(1, 32, 3, padding=1), norm(32), nn.ReLU()),
         Block(32, 32, 1, norm),
@@ -71,7 +71,7 @@ class Digits(NamedTuple):
 
 
 def load_digits() -> Digits:
-    """The 1,797 images that come with scikit-learn, a fifth of them to test with."""
+    """The 1,797 images of scikit-learn; a fifth of them is the test set."""
     from sklearn import datasets
     from sklearn.model_selection import train_test_split
 
@@ -85,7 +85,7 @@ def load_digits() -> Digits:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Runs the demo; returns the exit status, 1 where the pipe differs from the plain model."""
+    """Runs the demo; returns the exit status, 1 if the pipe differs from the plain model."""
     try:
         digits = load_digits()
     except ImportError as error:
@@ -104,7 +104,7 @@ def run(args: argparse.Namespace) -> int:
     size = CPU_BATCH if on_cpu else ACCELERATOR_BATCH
     which = torch.arange(size) % len(digits.train_labels)
     images, labels = digits.train_images[which], digits.train_labels[which]
-    # A pipe's CPU workers share out the threads of their caller: that makes one for each.
+    # The CPU workers of a pipe share the threads of the caller: one thread each here.
     with threads(n if on_cpu else all_threads):
         say("\n1. The plan: syncpipe.plan(model, sample, devices=, batch_size=)")
         try:
@@ -112,11 +112,11 @@ def run(args: argparse.Namespace) -> int:
                 model, images, devices=devices, batch_size=size, stages=n, chunks=[8, 16],
                 timeout=PLAN_SECONDS, progress=False,
             )  # fmt: skip
-        except (TypeError, ValueError) as error:  # such as devices that are not here
+        except (TypeError, ValueError) as error:  # for example a missing device
             say(f"demo: {error}", file=sys.stderr)
             return 2
         pipe = syncpipe.Pipe(model, **plan.options(), devices=plan.devices)
-        first = pipe.devices[0]  # a pipe's input is there
+        first = pipe.devices[0]  # the device of the input
         digits = Digits(*[tensor.to(first) for tensor in digits])
         images, labels = images.to(first), labels.to(first)
         say(f"   {plan.balance} layers on {', '.join(map(str, devices))}, by {plan.schedule}")
@@ -151,7 +151,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def train(pipe: syncpipe.Pipe, digits: Digits, epochs: int) -> None:
-    """Trains: what one would write for a model of one's own."""
+    """A training loop as it would be written for any model."""
     data = TensorDataset(digits.train_images, digits.train_labels)
     batches = DataLoader(data, BATCH_SIZE, shuffle=True, drop_last=True)
     optimizer = torch.optim.AdamW(pipe.parameters(), lr=PEAK_LEARNING_RATE)
@@ -170,7 +170,7 @@ def train(pipe: syncpipe.Pipe, digits: Digits, epochs: int) -> None:
 
 
 def measure(pipe: syncpipe.Pipe, images: Tensor, labels: Tensor, all_threads: int) -> None:
-    """Times steps of the plain model and of the pipe in turns."""
+    """Prints the times of steps of the plain model and of the pipe, measured in turns."""
     n, m, device = len(pipe.balance), pipe.chunks, pipe.devices[0]
     plain, on_cpu = resnet().to(device), device.type == "cpu"
 
@@ -184,7 +184,7 @@ def measure(pipe: syncpipe.Pipe, images: Tensor, labels: Tensor, all_threads: in
         way = partial(pipe.train_batch, images, labels, loss_fn=F.cross_entropy, schedule=name)
         held = f"{max(build(name, m, range(n)).in_flight)} of {m}"
         ways.append((f"{title}, {several}", way, count, held))
-    if on_cpu:  # one model can have all cores of a CPU to itself, but not several GPUs
+    if on_cpu:  # a plain model can use all cores of a CPU, but not several GPUs
         ways.append((f"plain model, {all_threads} threads", alone, all_threads, "the mini-batch"))
     times: list[list[float]] = [[] for _ in ways]
     end = time.perf_counter() + TIMED_SECONDS
@@ -208,7 +208,7 @@ def measure(pipe: syncpipe.Pipe, images: Tensor, labels: Tensor, all_threads: in
 
 @contextmanager
 def threads(count: int) -> Iterator[None]:
-    """So many intra-op threads on the CPU; the workers of a pipe share them out."""
+    """Sets the number of intra-op threads on the CPU, which the workers of a pipe share."""
     before = torch.get_num_threads()
     torch.set_num_threads(count)
     try:
@@ -219,7 +219,7 @@ def threads(count: int) -> Iterator[None]:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the demo's options to its parser."""
-    words = "such as 0,1 or cpu:0,cpu:1 (default: all accelerators, or two CPU workers)"
+    words = "for example 0,1 or cpu:0,cpu:1 (default: all accelerators, or two CPU workers)"
     parser.add_argument("--devices", metavar="D,D,...", help=words)
     words, epochs = "passes over the images (default: %(default)s)", whole_number(1, 10_000)
     parser.add_argument("--epochs", type=epochs, metavar="N", default=12, help=words)

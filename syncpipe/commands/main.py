@@ -14,7 +14,7 @@ import syncpipe
 
 __all__ = ["main"]
 
-_INTERRUPTED, _NO_READER = 130, 141  # as shells say it
+_INTERRUPTED, _NO_READER = 130, 141  # the shell's exit statuses for SIGINT and SIGPIPE
 
 
 _COMMANDS = {
@@ -24,7 +24,7 @@ _COMMANDS = {
 
 
 class _Command(argparse.ArgumentParser):
-    """Guesses what was meant by an option that there is not."""
+    """Suggests the closest option for an unknown one."""
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
         known = self._option_string_actions
@@ -38,17 +38,17 @@ class _Command(argparse.ArgumentParser):
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command, and return its exit status; without one, say which there are.
+    """Run one command and return its exit status; without a command, print the help.
 
     Raises:
-        SystemExit: with status 2 for a wrong argument, after usage and reason went to stderr.
+        SystemExit: an argument is wrong (status 2); usage and reason are printed to stderr.
     """
     script = Path(sys.argv[0]).name == "syncpipe"
     parser = argparse.ArgumentParser(
         prog="syncpipe" if script else "python -m syncpipe",
         description="Pipeline parallelism for PyTorch on one machine: one model on several "
         "devices, in two lines: Pipe(model, balance=[2, 2], chunks=8) and pipe.train_batch(...).",
-        epilog="Each command says more with --help. How to wrap and train a model of your own: "
+        epilog="Each command has its own --help. To wrap and train your own model, see "
         "docs/tutorial.md.",
     )
     versions = f"PyTorch {metadata.version('torch')}, Python {platform.python_version()}"
@@ -59,7 +59,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     for name, about in _COMMANDS.items():
         command = commands.add_parser(name, help=about)
-        if name in (sys.argv[1:] if argv is None else argv):  # PyTorch takes seconds to be imported
+        if name in (sys.argv[1:] if argv is None else argv):  # importing PyTorch takes seconds
             module = import_module(f"syncpipe.commands.{name}")
             command.description = module.__doc__
             module.add_arguments(command)
@@ -74,7 +74,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print(f"\n{parser.prog} {args.command}: interrupted", file=sys.stderr)
         return _INTERRUPTED
-    except BrokenPipeError:  # whoever read this, such as head, has enough
+    except BrokenPipeError:  # the reader, for example head, has closed its end
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return _NO_READER
     return status

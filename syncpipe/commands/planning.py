@@ -1,4 +1,4 @@
-"""What ``python -m syncpipe plan`` does, which needs PyTorch."""
+"""The part of ``python -m syncpipe plan`` that imports PyTorch."""
 
 from __future__ import annotations
 
@@ -20,18 +20,16 @@ from syncpipe.planner import NoPlan, plan
 from syncpipe.planner.machine import machine_of
 from syncpipe.planner.planning import layers_of
 
-#: Arguments that go to the plan as they are.
+#: Arguments that are passed to :func:`syncpipe.plan` unchanged.
 _PASSED = ("batch_size", "memory", "bandwidth", "host_bandwidth", "chunks", "stages", "schedule",
            "param_scale", "replicas")  # fmt: skip
 
-
-#: An argument that does not fit.
 _Refused = partial(argparse.ArgumentError, None)
 
 
 @contextmanager
 def _refusing(*errors: type[Exception], what: str = "") -> Iterator[None]:
-    """Where these errors are about an argument."""
+    """Reports these errors as errors of an argument, on one line."""
     try:
         yield
     except (NoPlan, argparse.ArgumentError):
@@ -43,7 +41,7 @@ def _refusing(*errors: type[Exception], what: str = "") -> Iterator[None]:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Perform the command; return 0, or 2 for arguments that do not fit, or 1 if no plan does."""
+    """Run the command; see :func:`syncpipe.commands.plan.run`."""
     try:
         _run(args)
     except (NoPlan, argparse.ArgumentError) as error:
@@ -54,7 +52,7 @@ def run(args: argparse.Namespace) -> int:
 
 def _run(args: argparse.Namespace) -> None:
     wrong = ArithmeticError, LookupError, RuntimeError, TypeError, ValueError
-    with _refusing(*wrong, what=f"--devices {args.devices}: "):  # before minutes go by
+    with _refusing(*wrong, what=f"--devices {args.devices}: "):  # before layers are measured
         machine_of(args.devices, memory=args.memory, bandwidth=args.bandwidth)
     layers = _read(args) if args.model is None else _measured(args)
     with _refusing(TypeError, ValueError):
@@ -70,22 +68,22 @@ def _run(args: argparse.Namespace) -> None:
 
 def _read(args: argparse.Namespace) -> Profile:
     if args.profile is None:
-        raise _Refused("give a model (package.module:factory) or a --profile to read")
+        raise _Refused("give a model (package.module:factory), or --profile with a file to read")
     for option in ("sample", "on", "efficiency"):
         if getattr(args, option) is not None:
-            raise _Refused(f"--{option}: a profile that is read needs none")
+            raise _Refused(f"--{option} is for a model: leave it out with a --profile to read")
     with _refusing(OSError, ValueError):
         return Profile.load(args.profile)
 
 
 def _measured(args: argparse.Namespace) -> Profile:
-    """What the layers of the model cost."""
+    """The profile of the layers of the model, written to ``--profile`` if that is given."""
     if args.on is None and args.efficiency is not None:
-        raise _Refused("--efficiency is of a device to estimate for: give --on")
+        raise _Refused("--efficiency belongs to a device to estimate for: give --on")
     with torch.device("meta") if args.on is not None else nullcontext():
         module, sample = _model(args.model)
     if sample is None and args.sample is None:
-        raise _Refused("--sample is missing: which shape has a micro-batch? Such as 64x3x224x224")
+        raise _Refused("--sample is missing: the shape of a micro-batch, for example 64x3x224x224")
     wrong = (TypeError, ValueError) if args.sample is None else (Exception,)
     with _refusing(*wrong, what="the model cannot be measured with this sample: "):
         if args.sample is not None:
@@ -106,13 +104,13 @@ def _measured(args: argparse.Namespace) -> Profile:
 
 
 def _model(name: str) -> tuple[Any, Any]:
-    """The model behind ``package.module:factory``, and a sample if there is one."""
-    no_name = f"{name!r} is no package.module:factory"
+    """The model of ``package.module:factory``, and its sample or None."""
+    no_name = f"{name!r} is not a package.module:factory"
     with _refusing(AttributeError, ImportError, ValueError, what=f"{no_name}: "):
         found = pkgutil.resolve_name(name)
     if callable(found) and not isinstance(found, nn.Module):
         found = found()
     module, sample = found if isinstance(found, tuple) and len(found) == 2 else (found, None)
     if not isinstance(module, nn.Module | list):
-        raise _Refused(f"{no_name} of a model: it gives a {type(module).__name__}")
+        raise _Refused(f"{no_name} of a model: it returns a {type(module).__name__}")
     return module, sample

@@ -1,4 +1,4 @@
-"""From a model to a pipe that fits, in one call: convert, plan, and run one step to see.
+"""From a model to a pipe that fits, in one call: convert, plan, and try one step.
 
 model -> layers -> plan for the memory that is free -> Pipe -> one step -> the pipe
                     ^                                              |
@@ -37,8 +37,8 @@ from syncpipe.words import count, in_bytes
 
 __all__ = ["auto"]
 
-#: A plan that did not fit is followed by one for so much of the memory and twice as many
-#: micro-batches, where there can be more, so many times at most.
+#: Each new try plans for this share of the memory of the try before, and for twice as many
+#: micro-batches if possible.
 _LESS, _TRIES = 0.95, 8
 _CPU_WORKERS = 2
 _CHOSEN = {"balance", "chunks", "checkpoint", "replicas", "schedule", "slots"}
@@ -61,7 +61,7 @@ def auto(
     timeout: float,
     verbose: bool,
 ) -> Any:
-    """What ``Pipe.auto`` does; ``make`` is the class of the pipe."""
+    """The body of ``Pipe.auto``; ``make`` is the class of the pipe."""
     if not sample and not sample_kwargs:
         raise TypeError(
             "Pipe.auto needs a sample, the arguments of one call of the model: "
@@ -71,41 +71,41 @@ def auto(
         takes = inspect.signature(model.forward).parameters
         if name not in takes and all(each.kind is not each.VAR_KEYWORD for each in takes.values()):
             raise TypeError(
-                f"{name}= is what Pipe.auto chooses, and no argument of {type(model).__name__}: "
-                f"Pipe(layers, ..., {name}=...) takes what you choose"
+                f"{name}= is chosen by Pipe.auto, and is no argument of {type(model).__name__}: "
+                f"to choose it yourself, use Pipe(layers, ..., {name}=...)"
             )
     if target is not None and loss_fn is None:
-        raise ValueError("target= is for loss_fn(output, target): give a loss_fn, too")
+        raise ValueError("target= needs a loss_fn: give loss_fn= as well, or leave out target=")
     check_flags(verbose=verbose)
     if loss_fn is not None and target is None and not _takes_one(loss_fn):
         raise TypeError(
-            "Pipe.auto runs one step, and loss_fn takes more than the output: give it the target= "
-            "of the sample, too"
+            "loss_fn takes more than the output, and Pipe.auto runs one step: give the target= of "
+            "the sample as well"
         )
     batch_size = counted(batch_size, f"batch_size={batch_size!r}", "the samples in a mini-batch")
     if any(tensor.is_meta for tensor in tensors_in((sample, sample_kwargs))):
         raise ValueError(
-            "the sample is on meta, and Pipe.auto runs the model with it: give one that has values "
+            "the sample is on meta, but Pipe.auto runs the model with it: give a sample with values "
             "(the model may be on meta)"
         )
     if weights is not None and not any(tensor.is_meta for tensor in model.parameters()):
         raise ValueError(
-            f"weights={weights!r} is for a model on meta, which this one is not: load it by "
+            f"weights={weights!r} needs a model on meta: load a checkpoint into this model by "
             "syncpipe.checkpoints.load(pipe, ...)"
         )
     scale = param_scale_of(optimizer)
-    gc.collect()  # what others have left in cycles is no memory that is taken
+    gc.collect()  # memory in reference cycles counts as free
     devices, limits = _room(devices, memory, model)
     layers = _layers(model, sample, sample_kwargs, len(devices))
     input = call_input(layers, sample, sample_kwargs)
-    samples_in(input)  # refuses what has no batch
+    samples_in(input)  # raises if the input has no batch
     if weights is not None:
         init_fn = reader(layers, weights, init_fn=init_fn)
     homes = []
     for layer in layers:
         own = chain(layer.parameters(), layer.buffers())
         homes.append(next((tensor.device for tensor in own), torch.device("cpu")))
-    # BatchNorm has no variance of one sample.
+    # BatchNorm needs two samples for a variance.
     least = 1 + any(isinstance(module, _BatchNorm) for module in layers.modules())
     counts = [m for m in range(1, batch_size // least + 1) if batch_size % m == 0] or [1]
     chunks, failed = counts if least > 1 else None, ""
@@ -119,7 +119,7 @@ def auto(
             )  # fmt: skip
         except NoPlan as error:
             if attempt:
-                error.add_note(f"A plan for more memory did not fit when it was run: {failed}")
+                error.add_note(f"A plan for more memory did not fit in a trial step: {failed}")
             raise
         chunks = [m for m in counts if m >= 2 * found.chunks] or counts[-1:]
         try:
@@ -140,14 +140,14 @@ def auto(
             if verbose:
                 print(_report(found, used, _LESS**attempt))
             return pipe
-        gc.collect()  # what the failed step has left
-    raise NoPlan(f"no plan fits, also none for {_LESS ** (_TRIES - 1):.0%} of the memory: {failed}")
+        gc.collect()  # frees the failed pipe before the next try
+    raise NoPlan(f"no plan fits, even for {_LESS ** (_TRIES - 1):.0%} of the memory: {failed}")
 
 
 def _layers(
     model: nn.Module, sample: tuple[Any, ...], kwargs: dict[str, Any], devices: int
 ) -> nn.Sequential:
-    """The model as a chain of layers: as it is if that can be cut, or converted."""
+    """The model itself if it is an ``nn.Sequential`` with enough layers, else converted to one."""
     name = type(model).__name__
     if not isinstance(model, nn.Module):
         raise TypeError(f"Pipe.auto takes an nn.Module, not {name}")
@@ -160,15 +160,15 @@ def _layers(
     if len(layers) < min(devices, 2):
         why = [f"{path}: {reason} {line}" for path, line, reason in getattr(layers, "whole", ())]
         raise ValueError(
-            f"{name} cannot be cut: it is one layer. Its parts have to be modules of their own, "
-            "which are called one after another" + "".join(f"\n  {line}" for line in why)
+            f"{name} cannot be cut, because it is one layer: make its parts modules that are called "
+            "one after another" + "".join(f"\n  {line}" for line in why)
         )
     return layers
 
 
 def _room(devices: Any, memory: Any, model: nn.Module) -> tuple[list[Any], list[float]]:
-    """Where a pipe may be, as it takes devices, those with the most memory first, as layers are
-    measured there; and bytes for each that a plan may use.
+    """The devices, as a pipe takes them, and the bytes that a plan may use on each; the largest
+    device first, because layers are measured there.
     """
     if devices is None:
         devices = default_devices(_CPU_WORKERS)
@@ -188,8 +188,8 @@ def _measured(
     limits: list[float],
     timeout: float,
 ) -> tuple[Profile, tuple[float, ...]]:
-    """What the layers take with so many samples, or as many as fit when they are measured; and how
-    fast the devices are.
+    """The profile of the layers with ``rows`` samples, or with as many as fit, and the relative
+    speeds of the devices.
     """
     while True:
         try:
@@ -200,9 +200,9 @@ def _measured(
             if rows == 1:
                 notes = "; ".join(getattr(error, "__notes__", ()))
                 raise NoPlan(
-                    f"one layer is larger than any device: to measure it on {devices[0]}, with one "
-                    f"sample, takes more than its {in_bytes(limits[0])} ({notes or error}). Give "
-                    "the model smaller layers, or a device with more memory"
+                    f"one layer is too large for every device: with one sample on {devices[0]} it "
+                    f"takes more than {in_bytes(limits[0])} ({notes or error}). Use smaller layers, "
+                    "or a device with more memory"
                 ) from None
         rows = -(-rows // 4)
 
@@ -211,7 +211,7 @@ def _measured(
 
 
 def _takes_one(function: Callable[..., Any]) -> bool:
-    """Whether a function can be called with one argument, as far as its signature tells."""
+    """Whether a function can be called with one argument; True if its signature is unknown."""
     try:
         signature = inspect.signature(getattr(function, "forward", function))
     except (TypeError, ValueError):
@@ -231,8 +231,10 @@ def _tried(
     batch_size: int,
     scale: float,
 ) -> dict[str, int]:
-    """Trains a step beside as much memory as the optimizer takes; all is then as it was before.
-    Returns the bytes that were used at most, of each accelerator.
+    """Run a training step next to as much memory as the optimizer takes, and undo it.
+
+    Returns:
+        The peak bytes of each accelerator.
     """
     places = [place for place in dict.fromkeys(pipe.devices) if place.type != "cpu"]
     before = {}
@@ -245,7 +247,7 @@ def _tried(
     trained = [p for p in pipe.parameters() if p.requires_grad and p.device in before]
 
     def taken(part: float) -> list[Tensor]:
-        """So many bytes for each byte of a parameter, beside it."""
+        """``part`` bytes for each byte of a trained parameter, on the same device."""
         return [torch.empty(int(part * p.nbytes), dtype=torch.uint8, device=p.device)
                 for p in trained]  # fmt: skip
 
@@ -254,7 +256,7 @@ def _tried(
     def step() -> None:
         pipe.train()
         pipe.train_batch(batch, goal, loss_fn=loss_fn or _mean, verify=False)
-        taken(1)  # of the optimizer, for a moment
+        taken(1)  # the optimizer's step
 
     restoring_module(pipe, step, gradients=True)
     for place in places:
@@ -262,23 +264,25 @@ def _tried(
     peaks = {str(p): torch.accelerator.max_memory_allocated(p) - n for p, n in before.items()}
     del state
     if places:
-        torch.accelerator.empty_cache()  # of blocks of sizes that no training asks for
+        torch.accelerator.empty_cache()  # blocks of sizes that no training needs
     return peaks
 
 
 def _mean(output: Any) -> Tensor:
-    """A loss for any output."""
+    """A loss for any output with floating-point tensors."""
     found = [tensor.mean() for tensor in tensors_in(output) if tensor.is_floating_point()]
     if not found:
         raise ValueError(
-            "the model gives no tensor of floating point numbers that a step could be tried with: "
-            "give Pipe.auto the loss_fn=, and target= if it takes one"
+            "the output of the model has no floating-point tensor to train a trial step with: give "
+            "Pipe.auto the loss_fn=, and target= if loss_fn takes one"
         )
     return torch.stack([one.float() for one in found]).sum()
 
 
 def _report(found: Plan, used: dict[str, int], part: float) -> str:
-    """Three lines: does a plan for this part of the memory fit, how fast is it, what limits it."""
+    """Three lines: what fits, how fast it is, and what limits it; for a plan for ``part`` of the
+    memory.
+    """
     limits, taken = defaultdict[str, float](float), defaultdict[str, float](float)
     for name, limit in zip(found.machine.names, found.machine.memory, strict=True):
         limits[name] += limit / part
@@ -290,7 +294,7 @@ def _report(found: Plan, used: dict[str, int], part: float) -> str:
     )
     shape = f"{count(len(found.balance), 'stage')}, {count(found.chunks, 'micro-batch', 'es')}"
     alone = next((one for one in found.alternatives if one.name == "one device"), None)
-    speed = "that of one device, and no pipeline that was looked at is faster"
+    speed = "that of one device; no pipeline that was tried is faster"
     if alone is not None:
         speed = f"one device alone: {alone.note}"
         if alone.time is not None:

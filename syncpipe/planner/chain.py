@@ -1,25 +1,28 @@
-"""What the layers of a profile cost for one size of micro-batch, as sums over any run of them.
+"""The times and memory of any stage, from the profile of its layers, for one micro-batch size.
 
-A stage is a run ``[i, j)`` of layers. Times are in seconds, sizes in bytes, for one micro-batch.
+A stage is a range ``[i, j)`` of layers. Times are in seconds, sizes in bytes, for one micro-batch.
 
-Of the micro-batches in flight on a stage one is running, forward or backward. The others are what
-they store, or their inputs where the stage recomputes or offloads. What the running one has more at
-its fullest moment is transient:
+Of the micro-batches in flight on a stage, one runs. Each of the others occupies its stored
+activations, or its inputs if the stage recomputes or offloads. Transient memory is what the running
+micro-batch needs beyond its stored activations at its peak:
 
     layers    i ... l-1         l            l+1 ...
-              stored            at its peak  goes back first: nothing is left     max over l
+              stored            at its peak  backward is done: nothing is left     max over l
 
-where the peak of a layer has all that is alive for a moment: outputs, gradients of activations, the
-gradient of a weight until it is added to that of the micro-batches before. Inputs that the stage
-before has sent ahead are there as well, at most two; at stage 0 the rest of the mini-batch, which
-is there from the start. Skips from stages to the left wait: these can send them as early as stage 0
-may begin. Their gradients wait on the stage that stashed them, as do those of a weight that a later
-stage has a copy of. When all is done the optimizer takes its step. Where the peaks are unknown
-(:attr:`Chain.peaks` is empty) nothing transient counts, and nothing that arrived.
+The peak of a layer includes outputs, gradients of activations, and the gradient of a weight until
+it is added to the sum over micro-batches. Further memory of a stage:
 
-A stage that offloads sends what it stores to the host and gets it back. On the device are the
-running micro-batch, the one that leaves or comes back meanwhile, and what the link has not taken
-while a forward lasts (Wan et al. 2025, PipeOffload).
+- inputs that arrived early, at most two; at stage 0 the rest of the mini-batch
+- skips from earlier stages, which can arrive as early as stage 0 can begin
+- gradients of skips that the stage stashed, and of weights that later stages have copies of
+- the optimizer's step, after all micro-batches
+
+If the peaks are unknown (:attr:`Chain.peaks` is empty), transient memory and early inputs count
+as 0.
+
+A stage that offloads sends stored activations to the host and fetches them back. The device holds
+the running micro-batch, the one in transfer, and the bytes that the link cannot take during one
+forward (Wan et al. 2025, PipeOffload).
 """
 
 from __future__ import annotations
@@ -42,23 +45,22 @@ __all__ = [
     "Chain", "Held", "Mode", "Run", "chunk_counts", "costs_of", "doubles", "ends_of", "sizes_of",
 ]  # fmt: skip
 
-#: What a stage does with its activations until their backward.
+#: How a stage keeps its activations until their backward.
 Mode = Literal["store", "recompute", "offload"]
 
-#: Of a layer's backward, where its halves were not measured: both products of a linear layer's
-#: backward have as many multiplications.
+#: Weight half as a share of a backward whose halves were not measured, as in a linear layer, whose
+#: two products have equally many multiplications.
 _HALF = 0.5
-#: So many inputs at most have arrived at a stage that has not begun with them.
-_AHEAD = 2
+_AHEAD = 2  # the most inputs that wait at a stage
 
 
 class Run(NamedTuple):
-    """What layers ``[i, j)`` have, each a number, or tensors for many runs at once.
+    """Times and sizes of layers ``[i, j)``: numbers, or tensors for many ranges at once.
 
-    ``first``: whether ``i`` is 0. ``first_transient``: of the first micro-batch that goes back,
-    when there are no gradients yet. ``popped``: bytes of skips from before ``i``; ``returned``: of
-    gradients that come back from after ``j``, of skips and of weights. ``update``: bytes while the
-    optimizer takes its step.
+    ``first``: whether ``i`` is 0. ``first_transient``: transient bytes of the first backward, when
+    no gradients of parameters exist yet. ``popped``: bytes of skips from before ``i``.
+    ``returned``: bytes of gradients, of skips and weights, from after ``j``. ``update``: bytes
+    during the optimizer's step.
     """
 
     first: bool
@@ -75,10 +77,17 @@ class Run(NamedTuple):
 
 
 class Held(NamedTuple):
-    """Bytes that a stage holds: all the time, ``arrived`` of them inputs that it has not begun
-    with; more while one of its actions runs; for each micro-batch from its forward on; more from
-    where its backward begins; between the halves of a backward, in place of both; in all while the
-    optimizer takes its step; and more than ``transient`` while a weight half runs.
+    """The memory of a stage in bytes, numbers or tensors.
+
+    Attributes:
+        fixed: at all times.
+        arrived: the part of ``fixed`` that is early inputs.
+        transient: in addition, while one of its actions runs.
+        each: for each micro-batch, from its forward on.
+        once: in addition, from the beginning of a backward on.
+        halves: between the halves of a backward, in place of ``each`` and ``once``.
+        update: in total during the optimizer's step.
+        weight: in addition to ``transient``, while a weight half runs.
     """
 
     fixed: Any
@@ -91,7 +100,7 @@ class Held(NamedTuple):
     weight: Any = 0.0
 
     def most(self, q: Any) -> Any:
-        """With so many micro-batches in flight."""
+        """The peak with ``q`` micro-batches in flight."""
         found = self.fixed + self.transient + q * self.each + self.once
         return (
             torch.maximum(found, self.update)
@@ -102,25 +111,24 @@ class Held(NamedTuple):
 
 @dataclass(frozen=True)
 class Chain:
-    """Layers one after another, and skips beside them; a number for each layer.
+    """The layers of a model in order: one number per layer, and the skips and ties between them.
 
     Attributes:
         forward: seconds.
         backward: seconds.
-        inputs: bytes that enter; after those of the last layer what it gives, if that is known.
-        stored: bytes that it stores for backward.
-        shared: the part of these that the layer before it stores already.
-        fixed: bytes that stay: parameters, gradients, the optimizer's state, buffers.
+        inputs: input bytes, followed by the output bytes of the last layer if known.
+        stored: bytes stored for backward.
+        shared: the part of ``stored`` that the layer before stores, too.
+        fixed: bytes of parameters, gradients, the optimizer's state and buffers.
         skips: ``(layer that stashes, layer that pops, bytes)``.
-        ties: weights that several layers have: ``(first layer, the others, bytes, trained bytes)``.
-        trained: bytes of parameters that are trained.
-        update: bytes that the optimizer's step takes besides.
-        halves: bytes that its weight half needs.
-        weight: seconds of its backward that gradients of parameters take.
-        interpreter: seconds that its forward holds the interpreter's lock.
-        peaks: bytes that are alive at most while it runs (``LayerProfile.peak_bytes``); empty where
-            they are unknown.
-        batch: bytes of the inputs of the mini-batch, which is on the first device; 0 if it is not.
+        ties: weights of several layers: ``(first layer, other layers, bytes, trained bytes)``.
+        trained: bytes of trained parameters.
+        update: bytes of the optimizer's step, besides its state.
+        halves: bytes that the weight half of backward needs.
+        weight: seconds of the weight half of backward.
+        interpreter: seconds of forward that hold the interpreter's lock.
+        peaks: peak bytes while the layer runs (``LayerProfile.peak_bytes``); empty if unknown.
+        batch: bytes of the mini-batch on the first device; 0 if it is elsewhere.
         chunks: the number of micro-batches; 0 if unknown.
     """
 
@@ -146,9 +154,11 @@ class Chain:
         cls, profile: Profile, samples: float, param_scale: float, batch_size: int = 0,
         update: float = 0.0,
     ) -> Chain:  # fmt: skip
-        """The layers of a profile (:meth:`Profile.of`) for a micro-batch of so many samples, with
-        so many bytes for each byte of a parameter that is trained, and for a moment more while it
-        is updated; and the size of the mini-batch, if that is on the first device.
+        """The layers of a profile (:meth:`Profile.of`) for micro-batches of ``samples`` samples.
+
+        ``param_scale``: bytes per byte of a trained parameter; ``update``: the same for the
+        optimizer's step alone. ``batch_size``: samples of the mini-batch if it is on the first
+        device, else 0.
         """
         layers = profile.layers
 
@@ -161,9 +171,10 @@ class Chain:
         stored, outputs, halves = (
             numbers(f"{what}_bytes") for what in ("stored", "output", "halves")
         )
-        if not any(layer.halves_bytes for layer in layers):  # unknown: all that could be
+        if not any(layer.halves_bytes for layer in layers):  # unknown: the upper bound
             halves = tuple(s + out for s, out in zip(stored, outputs, strict=True))
-        tied = {k for home, others, *_ in profile.ties for k in (home, *others)}  # in no halves
+        # Layers with tied weights hold nothing between the halves.
+        tied = {k for home, others, *_ in profile.ties for k in (home, *others)}
         return cls(
             forward=numbers("forward"),
             backward=backward,
@@ -192,8 +203,9 @@ class Chain:
 
     @cached_property
     def sums(self) -> dict[str, tuple[float, ...]]:
-        """Of what all layers before each boundary have. Shared stored bytes are left out, for they
-        count for the first layer of a stage only: they and inputs are there for each layer.
+        """Sums over all layers before each boundary; ``shared`` and ``inputs`` are per layer.
+
+        ``stored`` leaves out shared bytes, which count for the first layer of a stage only.
         """
         columns: dict[str, Sequence[float]] = {
             "forward": self.forward,
@@ -222,8 +234,8 @@ class Chain:
         first: bool = False,
         split: bool = False,
     ) -> Any:
-        """For stages from each of these layers to each of these ends; if they are the ``first``
-        that go back, or in halves.
+        """Transient bytes of stages from each of ``begins`` to each of ``ends``; of the ``first``
+        backward, or of one that is ``split`` into halves.
         """
         if not self.peaks:
             return 0.0
@@ -267,8 +279,8 @@ class Chain:
         )
 
     def runs(self, at: Sequence[int], first: bool) -> Run:
-        """What the layers between each of these boundaries and each other one have, as tensors; if
-        they are ``first``, from layer 0 on only.
+        """The ranges between any two of these boundaries, as tensors; with ``first``, only the
+        ranges that begin at layer 0.
         """
         begins = at[:1] if first else at[:-1]
         transient = [self._transient(begins, at, first=which) for which in (False, True)]
@@ -280,11 +292,11 @@ class Chain:
         return {}
 
     def split_transient(self, i: int, j: int) -> float:
-        """What is transient on ``[i, j)`` where backward comes in halves."""
+        """Transient bytes of ``[i, j)`` if its backward is split into halves."""
         return float(self._transient([i], [j], split=True))
 
     def run(self, i: int, j: int) -> Run:
-        """What the layers ``[i, j)`` have, as numbers."""
+        """The range ``[i, j)``, as numbers."""
         if (i, j) not in self._runs:
             transient = [float(self._transient([i], [j], first=which)) for which in (False, True)]
             self._runs[i, j] = self._run(self.sums, i, j, i == 0, transient)
@@ -293,13 +305,13 @@ class Chain:
     def held(
         self, run: Run, q: Any, q0: Any, mode: Mode, taken: Any = 0.0, returned: Any = None
     ) -> Held:
-        """What a stage of these layers takes at most, or many of them, with ``q`` micro-batches in
-        flight on it and ``q0`` on stage 0. ``taken``: bytes that the link to the host takes while
-        one of its forwards lasts. ``returned``: bytes of gradients that wait; by default as if
-        they came from the last stage, which has one in flight.
+        """The memory of a stage, or of many, with ``q`` micro-batches in flight on it and ``q0`` on
+        stage 0. ``taken``: bytes that the link to the host takes during one forward. ``returned``:
+        bytes of gradients that wait; by default those from the last stage, which has one
+        micro-batch in flight.
         """
         stored, inputs, known = run.stored, run.inputs, bool(self.peaks)
-        # Skips of those that the stage has not begun with; where it recomputes, of the others, too.
+        # A stage that stores holds skips of micro-batches that it has not begun, others hold all.
         each, once, waiting = stored, 0.0, _over(q0 - q) if known else q0
         if mode != "store":
             each, once, waiting = inputs, stored - known * inputs, q0
@@ -307,7 +319,7 @@ class Chain:
             more = _over(q - 2)
             once = once + (q - 1 - more) * stored + more * _over(stored - taken)
         transient, first = run.transient, run.first_transient - run.transient
-        if known and self.chunks:  # all begun before the first goes back, there are no gradients
+        if known and self.chunks:  # the first backward follows all forwards: no gradients yet
             fewer = first if self.chunks == 1 else _over(each + first) - each
             transient = transient + fewer * (q >= self.chunks)
         arrived = 0.0
@@ -320,12 +332,12 @@ class Chain:
         return Held(fixed, arrived, transient, each, once, stored, run.update)
 
     def memory(self, i: int, j: int, q: int, q0: int, mode: Mode, taken: float = 0.0) -> float:
-        """Bytes that the stage ``[i, j)`` takes at most."""
+        """Peak bytes of the stage ``[i, j)``."""
         return float(self.held(self.run(i, j), q, q0, mode, taken).most(q))
 
 
 def _over(number: Any) -> Any:
-    """The number, or numbers, where they are more than nothing."""
+    """The number, or numbers, and 0 in place of negative ones."""
     return number.clamp(min=0) if isinstance(number, Tensor) else max(0.0, number)
 
 
@@ -335,10 +347,9 @@ def ends_of(balance: Sequence[int]) -> list[tuple[int, int]]:
 
 
 def costs_of(chain: Chain, machine: Machine, balance: Sequence[int], split: bool = False) -> Costs:
-    """What a player needs to know of a cut; stage ``s`` is on device ``s`` of the machine.
+    """The costs of a cut for the player; stage ``s`` is on device ``s`` of the machine.
 
-    A backward that is not split stands as its input half, so that the gradient goes on when it is
-    over.
+    An entire backward counts as its input half, so the gradient is sent at its end.
     """
     stages = list(zip(ends_of(balance), machine.speed, strict=False))
 
@@ -367,48 +378,45 @@ def costs_of(chain: Chain, machine: Machine, balance: Sequence[int], split: bool
 
 
 def doubles(numbers: Iterable[float]) -> Tensor:
-    """Numbers as a tensor in double precision."""
+    """The numbers as a tensor of dtype float64."""
     return torch.tensor([*numbers], dtype=torch.float64)
 
 
 # -- numbers of micro-batches and of stages --------------------------------------------------------
 
-# torch.chunk cuts a mini-batch into micro-batches of equal size, rounded up, and the last one is
-# what remains. So not every number of them is possible: 10 samples make 5 micro-batches of 2 or 4
-# of 3, 3, 3 and 1, but never 6.
+# torch.chunk makes micro-batches of equal size, rounded up, and a smaller last one. So some numbers
+# of them are impossible: 10 samples make 5 micro-batches of 2, or 4 of 3, 3, 3 and 1, but never 6.
 
-#: More micro-batches are tried only on demand; the simulator plays each of them through.
-_MOST = 1024
-#: Between two numbers that divide the mini-batch there are others, if they are so far apart.
-_GAP = 1.5
+_MOST = 1024  # micro-batches that are tried unless the caller asks for more
+_GAP = 1.5  # the least ratio between a divisor of the mini-batch and another number that is tried
 
 
 def sizes_of(batch_size: int, chunks: int) -> tuple[int, int]:
     """The samples in each micro-batch, and in the last one.
 
     Raises:
-        ValueError: so many are not possible.
+        ValueError: ``torch.chunk`` does not make this number of micro-batches.
     """
     size = -(-batch_size // chunks) if chunks > 0 else 0
     number = -(-batch_size // size) if size else 0
     if not size or number != chunks:
         instead = f": torch.chunk makes {number} of {size}; give it chunks={number}" * bool(size)
         raise ValueError(
-            f"chunks={chunks} does not divide batch_size={batch_size} into so many{instead}"
+            f"chunks={chunks} micro-batches of batch_size={batch_size} are impossible{instead}"
         )
     return size, batch_size - (chunks - 1) * size
 
 
 def chunk_counts(batch_size: int, chunks: int | Iterable[int] | None = None) -> tuple[int, ...]:
-    """The numbers of micro-batches to try, ascending, at most 1024; or those that are wanted.
+    """The numbers of micro-batches to try, ascending, at most 1024; or those in ``chunks``.
 
-    All that divide the mini-batch, and where these are far apart (a prime number has none) some
-    between them, in which the last micro-batch is smaller. From 4 for each device on the bubble is
-    negligible (Huang et al. 2019, GPipe, section 2.3). More are tried all the same: they save
-    memory, and what is tried must not depend on memory, or a plan might be slower with more of it.
+    All divisors of the mini-batch and, in large gaps between divisors, numbers whose last
+    micro-batch is smaller. From 4 for each device on the bubble is negligible (Huang et al. 2019,
+    GPipe, section 2.3), but more save memory. The numbers do not depend on the memory limits:
+    otherwise a plan could be slower with more memory.
 
     Raises:
-        ValueError: what the user wants is not possible.
+        ValueError: ``chunks`` is empty or has an impossible number.
     """
     if chunks is not None:
         wanted = (chunks,) if isinstance(chunks, int) else tuple(sorted({*chunks}))
@@ -419,7 +427,7 @@ def chunk_counts(batch_size: int, chunks: int | Iterable[int] | None = None) -> 
         return wanted
     numbers = range(1, min(batch_size, _MOST) + 1)
     every = [m for m in numbers if batch_size % m == 0]
-    # Those far apart from them, where the last micro-batch is the least small.
+    # In gaps, first the numbers whose last micro-batch is the fullest.
     others = [m for m in numbers if batch_size % m and -(-batch_size // -(-batch_size // m)) == m]
     for m in sorted(others, key=lambda m: (m * -(-batch_size // m), m)):
         if all(not 1 / _GAP < m / other < _GAP for other in every):

@@ -174,7 +174,7 @@ class Terms:
         return self.machine.shared(places)
 
     def costs(self, form: Form, balance: Sequence[int]) -> Costs:
-        """What the stages of a cut take."""
+        """The times of the stages of a cut."""
         places, last = self._placed(form.places), self.batch_size % form.m > 0
         chains = [self.chain(form.m, which) for which in range(1 + last)]
         found = [costs_of(chain, places, balance, form.split) for chain in chains]
@@ -213,7 +213,7 @@ class Terms:
         return held._replace(fixed=held.fixed - less, update=0.0)
 
     def stages(self, form: Form, balance: Sequence[int], modes: Sequence[Mode]) -> list[Held]:
-        """What the stages of a cut take."""
+        """The memory of each stage of a cut."""
         ends = ends_of(balance)
         return [self.held(form, s, ends, mode) for s, mode in enumerate(modes)]
 

@@ -1,12 +1,12 @@
-"""What a pipeline runs on: how much each device holds, and what the links between them carry.
+"""The devices of a pipeline, with their memory and the bandwidth between them.
 
-Devices are described in words, ``"8 x 16GB, 12GB/s"``, eight of 16 GB each with 12 GB/s between any
-two, or they are here and measured:
+Devices of this machine are measured. Others are described in text, for example
+``"8 x 16GB, 12GB/s"``: eight devices of 16 GB with 12 GB/s between any two. The grammar:
 
-    devices   one or more of these, with "+" between them, then a comma and a bandwidth
-    one       "80GB" or "H100" (``syncpipe.balance.DEVICES``), or faster than what layers are
-              measured on, "80GB @ 2.0"
-    several   "8 x 80GB", or machines with links of their own, "16 x (8 x 80GB, 300GB/s)"
+    devices   one or more groups with "+" between them, then a comma and a bandwidth
+    group     "80GB" or "H100" (``syncpipe.balance.DEVICES``), "80GB @ 2.0" (twice as fast as the
+              device that layers are measured on), "8 x 80GB", or machines with links of their
+              own, "16 x (8 x 80GB, 300GB/s)"
 
 Sizes are in bytes, times in seconds.
 """
@@ -43,28 +43,27 @@ _MOST_DEVICES = 1024
 
 _COPY_BYTES = 64_000_000
 _ROUNDS = 5
-#: So many ways over links are made longer by another device.
-_WAYS = 64
-#: What is measured is never equal: numbers that differ by less than this, relative, are alike.
-_ALIKE = 0.1
+_WAYS = 64  # the paths over links that are extended by one more device
+_ALIKE = 0.1  # numbers that differ by less, relative, count as equal, since they are measured
 
 
 @dataclass(frozen=True)
 class Machine:
-    """Devices in the order in which stages are put on them.
+    """Devices in the order of the stages.
 
     Attributes:
         memory: bytes that a pipeline may use on each device; ``math.inf`` for no limit.
         bandwidth: bytes per second from device ``a`` to device ``b``, as ``bandwidth[a][b]``;
-            ``math.inf`` where going there takes no time, as always on the diagonal.
-        names: of the devices, to be printed; by default "device 0" and so on.
-        speed: by what factor each device is faster than the one that layers were measured on;
-            empty for equal ones.
+            ``math.inf`` for no transfer time, as always on the diagonal.
+        names: the names to print; by default "device 0" and so on.
+        speed: the speed of each device relative to the device that layers were measured on; empty
+            if all are 1.
         host: bytes per second between a device and the memory of the host, in each direction; 0
-            where activations are not to be offloaded.
+            rules out offloading.
 
     Raises:
-        TypeError, ValueError: there is no device, numbers do not match, or one of them is none.
+        TypeError, ValueError: there is no device, lengths do not match, or a value is not a
+            positive number.
     """
 
     memory: tuple[float, ...]
@@ -77,7 +76,7 @@ class Machine:
         memory = _numbers("memory", self.memory, BYTES)
         n, inf = len(memory), math.inf
         if n == 0:
-            raise ValueError("memory=() names no device; a pipeline needs at least one")
+            raise ValueError("memory=() has no device: give the bytes of at least one")
         rows = [row if _is_list(row) else (row,) for row in _listed("bandwidth", self.bandwidth)]
         if [len(row) for row in rows] != [n] * n:
             raise ValueError(
@@ -99,21 +98,21 @@ class Machine:
     def even(
         cls, n: int, memory: float = math.inf, bandwidth: float = math.inf, host: float = 0.0
     ) -> Machine:
-        """``n`` equal devices, and equal links between all of them; the others as attributes."""
+        """``n`` equal devices with equal links; the other arguments are as the attributes."""
         return cls((memory,) * n, ((bandwidth,) * n,) * n, host=host)
 
     def __len__(self) -> int:
         return len(self.memory)
 
     def transfer(self, size: float, a: int, b: int) -> float:
-        """Seconds from device to device; what goes there comes back as a gradient, and the slower
-        direction stands for both.
+        """Seconds for ``size`` bytes between two devices, in the slower direction, because the
+        gradient goes back the same way.
         """
         return size / min(self.bandwidth[a][b], self.bandwidth[b][a])
 
     @cached_property
     def kinds(self) -> list[tuple[int, ...]]:
-        """Each kind of devices, by memory and speed: those that are alike."""
+        """The devices of each kind; devices of a kind have equal memory and speed, about."""
         found: dict[tuple[float, float], tuple[int, ...]] = {}
         for d, kind in enumerate(zip(levels(self.memory), levels(self.speed), strict=True)):
             found[kind] = (*found.get(kind, ()), d)
@@ -121,20 +120,19 @@ class Machine:
 
     @cached_property
     def even_links(self) -> bool:
-        """Whether all links between two devices are alike."""
+        """Whether all links between two devices have about the same bandwidth."""
         links = [w for a, row in enumerate(self.bandwidth) for b, w in enumerate(row) if a != b]
         return len({*levels(links)}) <= 1
 
     @property
     def uniform(self) -> bool:
-        """Whether all devices and all links between two are alike, but for some per cent."""
+        """Whether all devices, and all links, are about equal."""
         return len(self.kinds) == 1 and self.even_links
 
     def shared(self, places: Sequence[tuple[int, ...]]) -> Machine:
-        """One device for each of these places, on which several do the same: the least of them.
+        """A machine with one device for each place, the slowest and smallest of the place's devices.
 
-        What is on a place goes to the next one in turn: number ``k`` of ``r`` devices has every
-        ``r``-th micro-batch.
+        Device ``k`` of the ``r`` devices of a place runs every ``r``-th micro-batch.
         """
 
         def links(a: tuple[int, ...], b: tuple[int, ...]) -> float:
@@ -150,12 +148,12 @@ class Machine:
         return Machine(memory, rows, names, speed, self.host)
 
     def ordered(self, devices: Sequence[int]) -> Machine:
-        """Some of the devices, or all, in another order; each keeps what it is called."""
+        """These devices in this order, with their names."""
         return self.shared([(d,) for d in devices])
 
     def orders(self) -> list[tuple[int, ...]]:
-        """Orders of the devices that are worth a try: as given, along the best links, and if there
-        are two or three kinds of devices, those with each kind together.
+        """The orders of the devices to try: as given, along the best links, and, for two or three
+        kinds of devices, each order of the kinds.
         """
         given = tuple(range(len(self)))
         if len(self.kinds) > 3:
@@ -165,8 +163,9 @@ class Machine:
         return list(dict.fromkeys([given, *orders, *linked]))
 
     def linked(self, n: int) -> tuple[int, ...]:
-        """An order whose first ``n`` devices are a way over links that carry as much as can be,
-        found with the best ways over fewer devices; the others come after them.
+        """An order whose first ``n`` devices form a path over fast links; the others follow.
+
+        A beam search: the best paths over fewer devices are extended by one device at a time.
         """
         ways: list[tuple[float, tuple[int, ...]]] = [(0.0, (d,)) for d in range(len(self))]
         for _ in range(n - 1):
@@ -182,7 +181,7 @@ class Machine:
 
 
 def levels(numbers: Iterable[float]) -> list[float]:
-    """For each number the least of those that are alike."""
+    """For each number the least of the numbers that are about equal."""
     numbers, levels = [*numbers], dict[float, float]()
     least = 0.0
     for number in sorted(numbers):
@@ -194,7 +193,7 @@ def levels(numbers: Iterable[float]) -> list[float]:
 
 
 class Unit(NamedTuple):
-    """What a number is of: how text goes on after it, such as what, and in words."""
+    """A unit of numbers: a pattern for its text, an example, and words for a message."""
 
     ending: str
     example: str
@@ -203,7 +202,7 @@ class Unit(NamedTuple):
 
 _PREFIX = r"(?:(?P<prefix>[kmgt])(?P<binary>i?))?"
 #: "16GB" is 16e9, "16GiB" 16 * 2**30; "12GB/s" is 12e9, "100Gbit/s" or "100Gb/s" 12.5e9. Case and
-#: spaces do not matter, but where bits and bytes differ by nothing else: "12gb/s" could be either.
+#: spaces do not matter, except that "12gb/s" is refused: it could mean bits or bytes.
 BYTES = Unit(
     rf"{_PREFIX}B",
     "'16GB' (B, kB, MB, GB, TB, KiB, MiB, GiB or TiB)",
@@ -218,10 +217,10 @@ FACTOR = Unit("", "2.0", "")
 
 
 def number_of(what: str, given: Any, unit: Unit) -> float:
-    """A positive number, which may be written as text.
+    """A positive number, from a number or text.
 
     Raises:
-        ValueError: it cannot be read, or is none; the message begins with ``what``.
+        ValueError: ``given`` is no such number; the message begins with ``what``.
     """
     if not isinstance(given, str):
         known = isinstance(given, Real) and not isinstance(given, bool)
@@ -237,7 +236,7 @@ def number_of(what: str, given: Any, unit: Unit) -> float:
     base, bits = 1024 if parts.get("binary") else 1000, 1 if one == "B" else 8
     value: float = float(parts["number"]) * base ** " KMGT".index(prefix.upper() or " ") / bits
     if not 0 < value < math.inf:
-        raise ValueError(f"{what}={given!r} is {value:g}: it must be greater than 0, and finite")
+        raise ValueError(f"{what}={given!r} is {value:g}: it must be greater than 0 and finite")
     return value
 
 
@@ -247,7 +246,7 @@ def _is_list(given: Any) -> bool:
 
 def _listed(what: str, given: Any) -> list[Any]:
     if not _is_list(given):
-        raise TypeError(f"{what}={given!r} must be a list with one for each device")
+        raise TypeError(f"{what}={given!r} must be a list with one entry for each device")
     return list(given)
 
 
@@ -258,29 +257,29 @@ def _numbers(what: str, given: Any, unit: Unit) -> tuple[float, ...]:
 
 def _check_count(what: str, given: Sequence[Any], n: int) -> None:
     if len(given) != n:
-        raise ValueError(f"{what} is for {len(given)} devices, but there are {n}")
+        raise ValueError(f"{what} has {len(given)} entries, but there are {n} devices")
 
 
-#: How many, and either machines with links of their own, or memory and speed of a device.
+#: A group: its count, and either what is in parentheses, or memory and speed of a device.
 _DEVICES = re.compile(
     r"\s*(?:([^()]*?)\s*[x\u00d7*])?\s*(?:\((.*)\)|([^()@]*)(?:@([^()]*))?)\s*", re.IGNORECASE
 )
 
 
 def _memory_of(what: str, text: str) -> float:
-    """Bytes, or those of a device in the table."""
+    """The bytes that a text gives, directly or as the name of a device in the table."""
     name = text.strip().lower()
     known = [one for one in DEVICES if name and one.lower().startswith(name)]
     if len(known) > 1 and name not in map(str.lower, known):
-        raise ValueError(f"{what}={text!r} could be {' or '.join(known)}: name one of them")
+        raise ValueError(f"{what}={text!r} could be {' or '.join(known)}: give one of these names")
     if not known:
         return number_of(what, text, BYTES)
     return DEVICES[next((one for one in known if one.lower() == name), known[0])].memory
 
 
 def _described(text: str, bandwidth: Any = None, whole: str = "") -> Machine:
-    """The machine of a description, or of what stands between parentheses in a whole one; what
-    links the devices may be given besides.
+    """The machine of a description, or of the part in parentheses of the description ``whole``.
+    ``bandwidth`` serves if the text has none.
     """
     what = f"devices={whole or text!r}"
     listed, comma, rate = re.fullmatch(r"(.*?)(?:(,)([^,()]*))?", text, re.DOTALL).groups()  # type: ignore[union-attr]
@@ -303,7 +302,7 @@ def _described(text: str, bandwidth: Any = None, whole: str = "") -> Machine:
         parts += [part] * number
     if not comma and bandwidth is None and sum(map(len, parts)) > 1:
         raise ValueError(
-            f"{what}: {text!r} does not say what goes from device to device in a second: add it "
+            f"{what}: {text!r} has no bandwidth between devices: add it "
             f"({text.strip() + ', 12GB/s'!r}), or give bandwidth='12GB/s'"
         )
     link = number_of(f"{what}: bandwidth", rate, RATE) if comma else 1.0
@@ -313,15 +312,15 @@ def _described(text: str, bandwidth: Any = None, whole: str = "") -> Machine:
     return Machine(memory, tuple(rows), speed=speed)
 
 
-# -- what is given, described, or here and measured ------------------------------------------------
+# -- devices of this machine -----------------------------------------------------------------------
 
 
 def real_devices(devices: Any) -> tuple[Any, ...] | None:
-    """Devices that are here, of a list, by names ("cuda:0, cuda:1") or so many, as a pipe takes
-    them; None for described ones.
+    """The devices of this machine that a list, names ("cuda:0, cuda:1") or a count give, as a pipe
+    takes them; None for a description.
 
     Raises:
-        TypeError, ValueError: they are no devices, or not here.
+        TypeError, ValueError: an entry is no device, or the machine does not have it.
     """
     if isinstance(devices, Machine):
         return None
@@ -334,12 +333,12 @@ def real_devices(devices: Any) -> tuple[Any, ...] | None:
         devices = here[0] if len(names) == 1 and names[0].isdecimal() else here
     if isinstance(devices, int) and not isinstance(devices, bool):
         if not 1 <= devices <= _MOST_DEVICES:
-            raise ValueError(f"devices={devices}: plans are made for 1 to {_MOST_DEVICES}")
+            raise ValueError(f"devices={devices} must be from 1 to {_MOST_DEVICES}")
         every = default_devices(devices)
         if len(every) < devices:
             raise ValueError(
-                f"devices={devices}, but {len(every)} are here ({', '.join(map(str, every))}): to "
-                f"plan for others, describe them: devices={EXAMPLE!r}"
+                f"devices={devices}, but this machine has {len(every)} "
+                f"({', '.join(map(str, every))}): describe other devices: devices={EXAMPLE!r}"
             )
         return tuple(every[:devices])
     given = check_devices(devices)
@@ -349,7 +348,7 @@ def real_devices(devices: Any) -> tuple[Any, ...] | None:
 
 
 def places_of(real: Sequence[Any]) -> list[torch.device]:
-    """The device of each, of which some may be workers."""
+    """The ``torch.device`` of each device or worker."""
     return [worker.device for worker in resolve_workers(real, len(real))]
 
 
@@ -364,19 +363,19 @@ def machine_of(
 ) -> Machine:
     """The machine that a plan is made for; the arguments are those of :func:`syncpipe.plan`.
 
-    Memory that the model has taken on a device is free, for it is a part of the plan. Two places on
-    one device share what is given or measured for it, unless ``memory`` is a list.
-    The bandwidth to the host is the least of all accelerators; described devices have none.
+    Memory that the model occupies counts as free, because the plan includes it. Two places on one
+    device share its memory, given or measured, unless ``memory`` is a list. The bandwidth to the
+    host is the least of all accelerators; for described devices it is 0 unless given.
 
     Raises:
-        TypeError, ValueError: a description that cannot be read, a device that is not here, a
-            number that is none, or something that is not said and cannot be measured.
+        TypeError, ValueError: a description or a number cannot be read, this machine lacks a
+            device, or a value is missing and cannot be measured.
     """
     given = real_devices(devices)
     real = places_of(given) if given is not None else []
     known = devices if real or isinstance(devices, Machine) else _described(devices, bandwidth)
     places: list[Any] = real or list(range(len(known)))
-    cpu = torch.device("cpu")  # one memory, however many workers are there
+    cpu = torch.device("cpu")  # all CPU workers share one memory
     homes = [cpu if place.type == "cpu" else place for place in real]
     if memory is None:
         measured = {
@@ -416,7 +415,7 @@ def bytes_on(model: Any, place: torch.device) -> int:
 
 
 def kind_of(device: torch.device) -> str:
-    """The name of what a device is, as its maker calls it, if that can be known."""
+    """The type of a device, followed by the maker's name of it if PyTorch knows that."""
     if device.type != "cpu":
         with suppress(AttributeError, AssertionError, RuntimeError):
             return f"{device.type} {torch.get_device_module(device.type).get_device_name(device)}"
@@ -426,33 +425,33 @@ def kind_of(device: torch.device) -> str:
 def measure_bandwidth(source: torch.device, target: torch.device) -> float:
     """Bytes per second from one device to another, one of them an accelerator.
 
-    The median of a few copies, made as a pipe makes them and timed by the device: of 64 MB, or of
-    an eighth of what is free, where that is less.
+    The median of a few copies, made as a pipe makes them and timed by the device. A copy has 64 MB,
+    or an eighth of the free memory if that is less.
 
     Raises:
-        ValueError: between these two nothing can be copied.
+        ValueError: neither device is an accelerator, or one is ``meta``.
     """
     accelerator = target if source.type == "cpu" else source
     if "meta" in (source.type, target.type) or accelerator.type == "cpu":
         raise ValueError(
-            f"the way from {source} to {target} cannot be measured: give bandwidth='12GB/s'"
+            f"the bandwidth from {source} to {target} cannot be measured: give bandwidth='12GB/s'"
         )
     mark, between = stopwatch(accelerator)
     size = _COPY_BYTES
     with suppress(ValueError):
         free = (measure_memory(place) for place in (source, target) if place.type != "cpu")
         size = max(1, int(min(size, *(memory / 8 for memory in free))))
-    # Written to once: memory that nobody has touched may not be there yet.
+    # Ones, because memory that was never written may not be allocated yet.
     given, taken = (torch.ones(size, dtype=torch.uint8, device=d) for d in (source, target))
     times = []
     for _ in range(1 + _ROUNDS):
         start = mark()
         taken.copy_(given, non_blocking=True)
         times.append(between(mark(), start))
-    return size / max(median(times[1:]), 1e-9)  # the first one opened the way
+    return size / max(median(times[1:]), 1e-9)  # the first copy sets up the link
 
 
 @cache
 def link_bandwidth(source: torch.device, target: torch.device) -> float:
-    """Bytes per second, measured once in a process; ``math.inf`` where nothing is copied."""
+    """Bytes per second, measured once per process; ``math.inf`` within one memory."""
     return math.inf if same_memory(source, target) else measure_bandwidth(source, target)

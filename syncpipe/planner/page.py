@@ -1,4 +1,4 @@
-"""A plan as text, and as a page of HTML: the verdict first."""
+"""A plan as text and as a page of HTML."""
 
 from __future__ import annotations
 
@@ -21,25 +21,20 @@ from syncpipe.words import columns, count, duration, in_bytes
 
 __all__ = ["limited_by", "save", "text"]
 
-#: :class:`.planning.Plan`, which shows itself by this page.
+#: :class:`.planning.Plan`, which imports this module.
 Plan = Any
 
 _WIDTH = 96
-#: Time of the interpreter is told from this part of the step on, and is what limits it from this
-#: part on: it is a lower bound.
+#: The interpreter's share of the step from which it is reported, and from which it is the limit.
 _NOTICED, _TIGHT = 0.1, 0.9
-#: What could be done instead is worth a word if it takes so much less, relative.
-_WORTH = 1.01
-#: More micro-batches for each device are unusual, unless small ones were measured.
-_USUAL = 4
-#: So many layers or more are listed on demand.
-_OPEN = 20
-#: Measured times that differ by more than this are told.
-_SPREAD = 0.05
+_WORTH = 1.01  # the speed-up from which an alternative is recommended
+_USUAL = 4  # micro-batches for each device; more need a profile of small micro-batches
+_OPEN = 20  # the number of layers from which their list is folded
+_SPREAD = 0.05  # the spread of measured times from which it is reported
 
 
 def text(plan: Plan) -> str:
-    """What ``print(plan)`` shows."""
+    """The text of ``print(plan)``."""
     ways = [
         f"{_told(plan, one):>17}  {one.name}" + f": {one.note}" * bool(one.note)
         for one in _ranked(plan)
@@ -68,7 +63,7 @@ def _title(plan: Plan) -> str:
 
 
 def _way(plan: Plan) -> Iterator[str]:
-    """The schedule, how many stages and micro-batches, and why no more of them."""
+    """The schedule, the numbers of stages and micro-batches, and why these are no larger."""
     n, m, used = len(plan.balance), plan.chunks, plan.chosen.form.devices
     what = "one device, no pipeline"
     if used > 1:
@@ -84,32 +79,32 @@ def _way(plan: Plan) -> Iterator[str]:
     if "chunks" in plan.fixed:
         return
     if m == max(chunk_counts(plan.batch_size)) < plan.batch_size:
-        yield f"(more micro-batches than {m} are tried on demand only: chunks=)"
+        yield f"(more than {m} micro-batches are tried only if chunks= gives them)"
     if len(plan.profile.sizes) == 1 and m > _USUAL * len(plan.machine):
         yield (
-            "(so many micro-batches, as what each takes beside its samples is unknown: measure "
+            "(the fixed cost of a micro-batch is unknown, which favors many of them: measure "
             "several sizes)"
         )
 
 
 def _source(plan: Plan) -> Iterator[str]:
-    """Where the costs of the layers come from, and how far they can be believed."""
+    """The source of the layers' costs, and doubts about them."""
     profile, samples = plan.profile, sizes_of(plan.batch_size, plan.chunks)[0]
     source = f"layers: {profile.how or 'as given'}"
     *others, largest = map(str, profile.sizes)
     listed = ", ".join(others) + " and " * bool(others) + count(int(largest), "sample")
     beyond = not profile.sizes[0] <= samples <= profile.sizes[-1]
-    more = f" (those of {samples} are estimated from these)" * beyond
+    more = f" (times for {samples} are extrapolated)" * beyond
     yield f"{source}, with micro-batches of {listed}{more}"
     if profile.source == "estimated":
-        yield "an estimate from the data sheet, never compared with a measurement"
+        yield "times are estimated from the data sheet, not measured"
     load = profile.load_average
     if profile.spread > _SPREAD:
-        busy = f" (load {load:.1f} when it was measured)" * bool(load)
+        busy = f" (load {load:.1f} during the measurement)" * bool(load)
         yield f"times {_spread(plan).strip()}: rounds or layers contradict each other{busy}"
     elif load > (os.cpu_count() or 1):
-        what = "what else ran may have made all times longer"
-        yield f"load {load:.1f} when it was measured: {what}"
+        what = "other programs may have made all times longer"
+        yield f"load {load:.1f} during the measurement: {what}"
 
 
 def _spread(plan: Plan) -> str:
@@ -118,7 +113,7 @@ def _spread(plan: Plan) -> str:
 
 
 def _ranked(plan: Plan) -> list[Alternative]:
-    """The plan, which comes first in a tie, and what else was looked at, the fastest first."""
+    """The plan and its alternatives, the fastest first; in a tie the plan comes first."""
     note = f"{in_bytes(max(plan.chosen.on_device))} at most"
     every = [Alternative("this plan", plan.step_time, note, draft=plan.chosen)]
     every += [*plan.alternatives, *plan.compared]
@@ -126,7 +121,7 @@ def _ranked(plan: Plan) -> list[Alternative]:
 
 
 def _verdict(plan: Plan) -> tuple[str, bool]:
-    """Whether this is the way to go, in words; and whether it is."""
+    """A verdict on the plan in words, and whether it is good."""
     words, step = [], plan.step_time
     faster = [(step / one.time, one) for one in _ranked(plan) if one.time and one.time < step]
     for times, one in [pair for pair in faster if not pair[1].instead][:1]:
@@ -134,18 +129,18 @@ def _verdict(plan: Plan) -> tuple[str, bool]:
             words.append(f"As a pipe, {one.name} would be {times:.2f} times as fast.")
     alone = plan.chosen.form.devices == 1 < len(plan.machine) and not plan.fixed
     if alone:
-        words.append("No pipeline that was found is faster than one of these devices alone.")
+        words.append("No pipeline that was tried is faster than one of these devices alone.")
     better = [pair for pair in faster if pair[1].instead and pair[0] > _WORTH][:1]
     for times, one in better:
         words.append(
-            f"The plain truth: {one.name} would be {times:.2f} times as fast as this plan ("
-            f"{duration(step / times)} a step). Use {one.instead}, unless something else speaks "
-            "for a pipeline."
+            f"Without a pipe, {one.name} would be {times:.2f} times as fast as this plan ("
+            f"{duration(step / times)} a step). Use {one.instead}, unless you need a pipeline for "
+            "other reasons."
         )
     if not better and not alone:
         which = "Nothing else" if words else "Nothing"
         much = f" by more than {_WORTH - 1:.0%}" * bool(faster)
-        words.append(f"{which} that was looked at is faster than this plan{much}.")
+        words.append(f"{which} that was tried is faster than this plan{much}.")
     return " ".join(words), not better
 
 
@@ -153,8 +148,8 @@ _HEADER = (
     "stage", "device", "layers", "forward", "backward", "send", "in flight", "memory", "+ .grad"
 )  # fmt: skip
 _MODES = {
-    "recompute": "+ recompute: this stage stores its inputs only, and recomputes its forward.",
-    "offload": "+ offload: this stage sends what it stores to the host, and fetches it back.",
+    "recompute": "+ recompute: this stage stores only its inputs, and recomputes its forward.",
+    "offload": "+ offload: this stage moves stored activations to the host and back.",
 }
 
 
@@ -174,7 +169,7 @@ def _rows(plan: Plan) -> Iterator[tuple[str, ...]]:
 
 
 def _named(names: Sequence[str]) -> str:
-    """The first and the last of some layers, and how many there are."""
+    """The first and the last name, and the number of names."""
     short = []
     for name in (names[0], names[-1]):
         name = name if name.isprintable() else repr(name)[1:-1]
@@ -183,39 +178,39 @@ def _named(names: Sequence[str]) -> str:
 
 
 def _of(memory: float, limit: float) -> str:
-    """Bytes, and what part of the limit they are, if there is one."""
+    """Bytes, and their share of the limit if that is finite."""
     if math.isinf(limit):
         return in_bytes(memory)
     return f"{in_bytes(memory)} of {in_bytes(limit)} ({memory / limit:.0%})"
 
 
 def _notes(plan: Plan) -> list[str]:
-    """What memory is made of, what comes on top where a step finds gradients, on which devices that
-    is too much, and what devices with several stages hold at once.
+    """The contents of memory, the devices on which existing gradients do not fit, the modes used,
+    and the memory of devices with several stages.
     """
     chain, chosen, names = plan.terms.chain(plan.chunks), plan.chosen, plan.machine.names
     scale = plan.terms.param_scale
     adam = ": Adam's states in the parameters' dtype" * (scale == ADAM)
     words = (
-        f"memory: parameters, gradients, optimizer (param_scale={scale:g}{adam}), what is stored"
+        f"memory: parameters, gradients, optimizer (param_scale={scale:g}{adam}), activations"
     )
-    words += " for backward"
+    words += " stored for backward"
     if chain.peaks:
         held = plan.terms.stages(chosen.form, plan.balance, chosen.modes)
         most, early = max(x.transient for x in held), max(x.arrived for x in held)
-        words += f", what is transient (up to {in_bytes(most)})"
-        words += f" and inputs that came early (up to {in_bytes(early)})" * bool(early)
+        words += f", transient memory (up to {in_bytes(most)})"
+        words += f" and early inputs (up to {in_bytes(early)})" * bool(early)
     else:
         widest = in_bytes(max(map(sum, pairwise(chain.inputs))))
-        words += f"; gradients of activations come on top, {widest} in the widest layer"
+        words += f"; gradients of activations are not included, {widest} in the widest layer"
     needs = list(chosen.on_device)
     for d, stage in zip(plan.device_of, plan.stages, strict=True):
         needs[d] += stage.gradients
     room = zip(needs, plan.machine.memory, strict=False)
     short = [names[d] for d, (held, limit) in enumerate(room) if held > limit]
     grad = (
-        "+ .grad: so much more if gradients are there when a step begins (no zero_grad() before), "
-        "for it copies them" + f"; too much for {', '.join(short)}" * bool(short)
+        "+ .grad: additional memory if a step begins with gradients (without zero_grad()), because "
+        "it copies them" + f"; too much for {', '.join(short)}" * bool(short)
     )
     several = [
         f"{names[d]}, stages {', '.join(map(str, own))} at once: "
@@ -228,28 +223,28 @@ def _notes(plan: Plan) -> list[str]:
 
 
 def _figures(plan: Plan) -> Iterator[tuple[str, str, str]]:
-    """What, how much, and of what."""
+    """The names, values and explanations of the plan's figures."""
     rate = plan.samples_per_second
     told = f"{rate:,.0f}" if rate >= 100 else f"{rate:.3g}"
     what = f", simulated, without loss and optimizer ({told} samples per second)"
     yield "step time", duration(plan.step_time) + _spread(plan), what
     if len(plan.balance) > 1:
         yield "bubble", f"{plan.bubble:.1%}", " of the devices' time"
-        what = f"the simulated step is {plan.certificate:.3f} times that"
+        what = f"the simulated step is {plan.certificate:.3f} times the bound"
         yield "bound", duration(plan.bound), f" for any order of these actions: {what}"
     yield "limited by", limited_by(plan), ""
     if plan.interpreter_time > _NOTICED * plan.step_time:
-        what = " of Python in all forwards, one at a time; what the pipe itself does is not in it"
+        what = " of Python in all forwards, one at a time, without that of the pipe itself"
         yield "interpreter", duration(plan.interpreter_time), what
 
 
 def limited_by(plan: Plan) -> str:
-    """Where most of the time goes that the devices do not share evenly."""
+    """The largest cause of time that the devices do not share evenly, as text."""
     played, step, busy = plan.simulation, plan.step_time, plan.simulation.busy
     if plan.interpreter_time >= _TIGHT * step:
         return (
-            "Python, which no two threads run at a time: fewer micro-batches, compiled layers, "
-            "CUDA graphs in layers or a free-threaded Python make it faster, more devices do not"
+            "Python, which one thread runs at a time: use fewer micro-batches, compiled layers, "
+            "CUDA graphs in layers or a free-threaded Python; more devices do not help"
         )
     if len(busy) == 1:
         return "the one device"
@@ -259,7 +254,7 @@ def limited_by(plan: Plan) -> str:
     more = busy[d] - again - mean
     return max(
         (again, f"memory: {name} recomputes {again / step:.0%} of the step"),
-        (more, f"{name}, which has {more / (mean or 1.0):.0%} more to do than the mean"),
+        (more, f"{name}, which is busy {more / (mean or 1.0):.0%} longer than the mean"),
         (sent, f"transfers between devices, {sent / step:.0%} of the step"),
         (step - busy[d] - sent, f"the bubble, {plan.bubble:.0%} of the devices' time: a larger "
          "batch_size has more micro-batches"),
@@ -267,7 +262,7 @@ def limited_by(plan: Plan) -> str:
 
 
 def _told(plan: Plan, one: Alternative) -> str:
-    """How long another way takes, also beside the plan."""
+    """The time of an alternative, and its difference from that of the plan."""
     if one.time is None:
         return "does not fit"
     percent = round(100 * (one.time / plan.step_time - 1)) if plan.step_time else 0
@@ -275,35 +270,35 @@ def _told(plan: Plan, one: Alternative) -> str:
 
 
 def _remarks(plan: Plan) -> list[str]:
-    """How the other schedules were looked at."""
+    """Remarks on other schedules and on estimated halves."""
     if len(plan.balance) == 1:
         return []
     compared = [one.draft.form.name for one in plan.compared if one.draft]
-    lines = ["plan.compare() says what the other schedules would take."]
+    lines = ["plan.compare() estimates the other schedules."]
     if compared:
-        lines = ["plan(schedule=...) asks for one of these schedules, and looks longer."]
+        lines = ["plan(schedule=...) searches longer for one of these schedules."]
     if compared and AUTO not in (*compared, plan.schedule):
-        lines.append(f"schedule={AUTO!r} was not tried for so many stages and micro-batches.")
+        lines.append(f"schedule={AUTO!r} was not tried: too many stages and micro-batches.")
     layers = plan.profile.layers
     guessed = any(x.weight_share is None and x.parameter_bytes > x.frozen_bytes for x in layers)
     if guessed and (plan.chosen.form.split or compared):
-        lines.append("Halves of backwards are estimated: half for each layer that has weights.")
+        lines.append("Backward halves were not measured: each is half of a layer with weights.")
     return lines
 
 
 # -- HTML -----------------------------------------------------------------------------------------
 
 _NO_PICTURE = (
-    "<p>The step is drawn by matplotlib, which is not here: pip install 'syncpipe[plot]'.</p>"
+    "<p>The picture of the step needs matplotlib: pip install 'syncpipe[plot]'.</p>"
 )
 
 
 def save(path: str | os.PathLike[str], plan: Plan) -> None:
-    """Writes the page; a ``ValueError`` if the path does not end in ``.html``."""
+    """Write the page; raise ``ValueError`` if the path does not end in ``.html``."""
     if Path(path).suffix.lower() != ".html":
         raise ValueError(
-            f"path={os.fspath(path)!r} must end in .html; plan.timeline().save(path) draws the "
-            "simulated step alone"
+            f"path={os.fspath(path)!r} must end in .html; for a picture of the step alone use "
+            "plan.timeline().save(path)"
         )
     verdict, good = _verdict(plan)
     figures = [*_figures(plan), ("memory", in_bytes(max(plan.chosen.on_device)), " at most")]
@@ -357,7 +352,7 @@ def _bar(words: str, whole: float, **parts: float) -> str:
 
 
 def _held(plan: Plan) -> Iterator[str]:
-    """A row for each device: what it holds at most, up to its limit."""
+    """A row for each device: its peak memory and its limit."""
     chosen, chain = plan.chosen, plan.terms.chain(plan.chunks)
     for d, own in enumerate(chosen.form.stages_of):
         held, limit = chosen.on_device[d], plan.machine.memory[d]
@@ -368,7 +363,7 @@ def _held(plan: Plan) -> Iterator[str]:
 
 
 def _bars(plan: Plan) -> Iterator[str]:
-    """A row for the plan and for everything that it was compared with."""
+    """A row for the plan and for each alternative."""
     ways = _ranked(plan)
     most = max(one.time or 0.0 for one in ways) or 1.0
     for one in ways:
@@ -378,5 +373,5 @@ def _bars(plan: Plan) -> Iterator[str]:
 
 
 def _clean(words: str) -> str:
-    """Text for HTML, without what that cannot hold."""
+    """Text escaped for HTML, with characters that HTML cannot hold replaced."""
     return escape(re.sub(r"[^\t\n\r\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]", "?", words))

@@ -1,4 +1,4 @@
-"""``plan``: from a model and devices to a :class:`Plan`."""
+""":func:`plan`: from a model and devices to a :class:`Plan`."""
 
 from __future__ import annotations
 
@@ -52,60 +52,59 @@ def plan(
     timeout: float = 5.0,
     progress: bool | None = None,
 ) -> Plan:
-    """Find how to run a model on several devices so that a step is as short as possible.
+    """Find the fastest way to run a training step of a model on several devices.
 
-    The choice is of balance, number of micro-batches, slots, and for each stage whether it stores
-    activations, recomputes or offloads them, within the memory of each device::
+    Chooses the balance, the number of micro-batches, the slots, and whether each stage stores,
+    recomputes or offloads its activations, within the memory of each device::
 
         plan = syncpipe.plan(model, sample, devices="4 x 16GB, 12GB/s", batch_size=512)
         print(plan)
         pipe = Pipe(model, **plan.options(), devices=[...])
 
-    What is found is played through, and ``plan.certificate`` says how far it is above a bound.
+    The step is simulated; ``plan.certificate`` compares it with a lower bound.
 
     Args:
-        module: the layers, which are measured (:func:`syncpipe.balance.profile`) and stay as they
-            are, or what was measured before.
-        sample: an input to measure with, with at least as many samples as a micro-batch will have;
+        module: the layers, which are measured (:func:`syncpipe.balance.profile`) and stay
+            unchanged, or a profile measured before.
+        sample: an input to measure with, of at least as many samples as a micro-batch will have;
             not for a profile.
-        devices: real ones, as ``Pipe`` takes them, or a number of those of this machine, whose
-            memory and bandwidth are measured; or a description, such as ``"8 x 16GB, 12GB/s"``, of
-            devices as fast as the one that the layers were measured on, or ``"2 x 80GB @ 2.0 + 4 x
-            24GB, 12GB/s"``, two of them twice as fast. Stages are put on them in this order; those
-            of two or three kinds in the best order of the kinds (``plan.devices``).
+        devices: devices as ``Pipe`` takes them, or a number of devices of this machine, whose
+            memory and bandwidth are measured; or a description. ``"8 x 16GB, 12GB/s"`` describes
+            devices as fast as the one that the layers are measured on, ``"2 x 80GB @ 2.0 + 4 x
+            24GB, 12GB/s"`` has two that are twice as fast. Stages are placed in this order; two or
+            three kinds of devices in the best order of the kinds (``plan.devices``).
         batch_size: samples in a mini-batch.
         memory: bytes that may be used on each device (a number, ``"16GB"``, or one for each).
         bandwidth: bytes per second between devices (a number, ``"12GB/s"``, or a matrix).
-        speed: for each device by what factor it is faster than the one that the layers were
-            measured on (the first of real ones); by default the layers are measured on each kind.
+        speed: the speed of each device relative to the device that the layers are measured on (the
+            first of this machine); by default the layers are measured on each kind of device.
         host_bandwidth: bytes per second between a device and the host, each way, for stages that
-            offload. That of accelerators is measured; for described devices nothing is offloaded
-            unless this is given.
-        chunks: the number of micro-batches, or those to choose from; by default all that divide
-            ``batch_size``.
-        stages: the number of stages; by default whatever is best.
-        schedule: by default ``"1f1b"``; :meth:`Plan.compare` says what the others would take. Or
-            another one: ``"gpipe"``, ``"zb_h1"``, ``"zb_h2"``, ``"interleaved_1f1b"``,
-            ``"looped_bfs"``, ``"interleaved_zero_bubble"``, ``"zbv"``, ``"v_half"``, ``"v_min"``,
-            ``"dualpipev"``; ``"auto"``, made to measure; ``"any"``, the fastest of them all.
-        param_scale: bytes for each byte of a parameter that is trained: parameter, gradient, and
-            the optimizer's state. By default 4, as for Adam; 2 is plain SGD.
-        optimizer: instead of that, what makes the optimizer from a list of parameters, such as
-            ``torch.optim.AdamW``; its state is measured.
-        on: estimate the times instead of measuring them, for a device that is not here: a name in
+            offload. By default measured for accelerators; described devices then do not offload.
+        chunks: the number of micro-batches, or numbers to choose from; by default chosen among the
+            divisors of ``batch_size`` and numbers in large gaps between divisors.
+        stages: the number of stages; by default the best.
+        schedule: by default ``"1f1b"`` (:meth:`Plan.compare` estimates the others). Or ``"gpipe"``,
+            ``"zb_h1"``, ``"zb_h2"``, ``"interleaved_1f1b"``, ``"looped_bfs"``,
+            ``"interleaved_zero_bubble"``, ``"zbv"``, ``"v_half"``, ``"v_min"``, ``"dualpipev"``;
+            ``"auto"``, made to measure; ``"any"``, the fastest of all.
+        param_scale: bytes per byte of a trained parameter, for parameter, gradient and the
+            optimizer's state. By default 4, as for Adam; 2 is plain SGD.
+        optimizer: in place of ``param_scale``, a callable that makes the optimizer from a list of
+            parameters, for example ``torch.optim.AdamW``; its state is measured.
+        on: estimate the times instead of measuring them, for this device: a name in
             ``syncpipe.balance.DEVICES``, or its figures. The model may be on ``meta``.
-        efficiency: for that, the part of the device's peak that matrix products reach; by default
-            a half.
-        replicas: several devices that are alike may share a stage, if that is faster.
+        efficiency: the share of the peak of the ``on`` device that matrix products reach; by
+            default a half.
+        replicas: let devices of one kind share a stage if that is faster.
         timeout: seconds to measure for.
-        progress: show a bar while measuring; by default if it takes longer than a second and a
-            terminal watches.
+        progress: show a bar while measuring; by default if this takes longer than a second and the
+            output is a terminal.
 
     Raises:
         TypeError: an argument is of the wrong type.
         ValueError: an argument does not fit.
-        NoPlan: no plan fits into memory (a ``ValueError``): the message says which stage misses by
-            how much, and what would make it fit.
+        NoPlan: no plan fits into memory (a ``ValueError``). The message names the stage, the bytes
+            that are missing, and what would make a plan fit.
     """
     batch_size = counted(batch_size, f"batch_size={batch_size!r}", "the samples in a mini-batch")
     if stages is not None:
@@ -117,7 +116,7 @@ def plan(
     check_schedule(schedule)
     for name, value in {"stages": stages, "schedule": schedule}.items() if replicas else ():
         if value is not None:
-            raise ValueError(f"{name}={value!r}: a plan with replicas takes no {name}")
+            raise ValueError(f"{name}={value!r} is not possible with replicas=True: leave out one")
     scale, update = scales_of(param_scale, optimizer, ADAM)
     real = real_devices(devices)
     devices = devices if real is None else real
@@ -126,7 +125,7 @@ def plan(
         model=module,
     )  # fmt: skip
     if replicas and len(machine.kinds) > 1:
-        raise ValueError("replicas=True is for devices that are alike")
+        raise ValueError("replicas=True needs devices of one kind: leave it out, or the others")
     layers = layers_of(
         module, sample, devices=devices, timeout=timeout, progress=progress, on=on,
         efficiency=efficiency,
@@ -140,7 +139,7 @@ def plan(
         terms = known.on(machine.ordered(order))
         return order, terms, best, alternatives_of(terms, best)
 
-    # Beside other work, several threads for small tensors wait for each other most of the time.
+    # On a busy machine several threads for small tensors mostly wait for each other.
     order, terms, chosen, others = restoring_settings(found, (), threads=1)
     real = real and tuple([real[d] for d in order])
     choice = {"chunks": chunks, "stages": stages, "schedule": schedule}
@@ -158,12 +157,13 @@ def layers_of(
     on: str | DeviceSpec | None = None,
     efficiency: float | None = None,
 ) -> Profile:
-    """What the layers cost, with times: the arguments are those of :func:`plan`.
+    """The profile of the layers, with times; the arguments are those of :func:`plan`.
 
-    They are measured on the first of real devices, a CPU worker having its share of the threads.
+    Layers are measured on the first device of this machine, a CPU worker with its share of the
+    threads.
     """
     if efficiency is not None and on is None:
-        raise ValueError(f"efficiency={efficiency!r} is that of a device to estimate for: give on=")
+        raise ValueError(f"efficiency={efficiency!r} belongs to a device to estimate for: give on=")
     if isinstance(module, Profile):
         for name, given in (("the sample", sample), ("on", on)):
             if given is not None:
@@ -175,7 +175,7 @@ def layers_of(
             f"{type(module).__name__}"
         )
     elif sample is None:
-        raise ValueError("to measure the layers, plan needs a sample: an input of a micro-batch")
+        raise ValueError("sample=None: to measure the layers, give an input of a micro-batch")
     elif on is not None:
         part = EFFICIENCY if efficiency is None else efficiency
         layers = estimated(module, sample, on=on, efficiency=part, progress=progress)  # type: ignore[arg-type]
@@ -190,19 +190,19 @@ def layers_of(
     size = layers.sizes[-1]
     if not any(layer.forward[size] + layer.backward[size] for layer in layers.layers):
         raise ValueError(
-            "the profile has no times (on meta and on fake devices only sizes are measured), so "
-            "there is nothing to plan by: measure the layers on a real device, or let times be "
-            "estimated for one that is not here, such as on='A100-80GB'"
+            "the profile has no times, because on meta and on fake devices only sizes are measured: "
+            "measure the layers on a real device, or estimate times, for example with "
+            "on='A100-80GB'"
         )
     return layers
 
 
 def speeds_of(module: Any, sample: Any, real: Sequence[Any], timeout: float) -> tuple[float, ...]:
-    """By what factor each device is faster than the first, as the layers run on each kind of them;
-    empty if all are of one kind.
+    """The speed of each device relative to the first, measured with the layers on each kind; empty
+    if all devices are of one kind.
 
     Raises:
-        ValueError: there are several kinds, and no layers to measure on them.
+        ValueError: there are several kinds, and ``module`` is a profile.
     """
     places = places_of(real)
     kinds = {kind_of(place): place for place in reversed(places)}
@@ -210,7 +210,7 @@ def speeds_of(module: Any, sample: Any, real: Sequence[Any], timeout: float) -> 
         return ()
     if isinstance(module, Profile):
         raise ValueError(
-            f"devices are of {len(kinds)} kinds ({', '.join(kinds)}), and a profile is of one: "
+            f"devices are of {len(kinds)} kinds ({', '.join(kinds)}), but a profile is of one kind: "
             "give speed= with a factor for each device, or the layers in place of the profile"
         )
     times = {}
@@ -227,16 +227,16 @@ class StagePlan:
 
     Attributes:
         layers: the names of its layers.
-        device: what its device is called.
-        forward: seconds, for one micro-batch.
-        backward: seconds, for one micro-batch, without recomputation.
-        send: seconds, for the transfer of the output of one micro-batch to the next stage.
+        device: the name of its device.
+        forward: seconds for one micro-batch.
+        backward: seconds for one micro-batch, without recomputation.
+        send: seconds to send the output of one micro-batch to the next stage.
         in_flight: the most micro-batches in flight.
-        mode: what it does with activations: ``"store"``, ``"recompute"`` or ``"offload"``.
-        memory: bytes, at most.
-        limit: bytes, that its device has for this and its other stages.
-        gradients: bytes, more than ``memory``, if a step finds gradients (no ``zero_grad()``
-            before): it copies them, to put them back if it fails.
+        mode: ``"store"``, ``"recompute"`` or ``"offload"``, for its activations.
+        memory: bytes at the peak.
+        limit: bytes that its device has for all its stages.
+        gradients: bytes in addition to ``memory`` if a step begins with gradients (without
+            ``zero_grad()``), because it copies them to restore them if it fails.
     """
 
     layers: tuple[str, ...]
@@ -252,36 +252,36 @@ class StagePlan:
 
 
 class Plan:
-    """What :func:`syncpipe.plan` chose. ``print(plan)`` explains it.
+    """The result of :func:`syncpipe.plan`. ``print(plan)`` explains it.
 
     Attributes:
-        terms, chosen: what it was made for, and the draft that it is.
-        alternatives: what else could be done, with what it would take.
-        devices: the real devices to run on, as a pipe takes them; None if they were only described.
-        fixed: what was not to be chosen, of ``"chunks"``, ``"stages"`` and ``"schedule"``.
-        profile: what the layers cost.
+        terms: the inputs of the search.
+        chosen: the draft of this plan.
+        alternatives: other ways to train, with their times.
+        devices: the devices of this machine, as a pipe takes them; None for described ones.
+        fixed: the arguments that were given, of ``"chunks"``, ``"stages"`` and ``"schedule"``.
+        profile: the costs of the layers.
         machine: the devices.
         batch_size: samples in a mini-batch.
-        balance: for each stage the number of its layers.
+        balance: the number of layers of each stage.
         chunks: the number of micro-batches.
         schedule: its name; ``"auto"`` for one that was made to measure.
-        slots: for each stage the most micro-batches in flight under 1F1B; None for other schedules.
-        checkpoint: for each stage the checkpoint mode. One that recomputes does so for all
-            micro-batches, as the last one stored would be beside one that is being recomputed; but
-            under GPipe for all but the last, which goes back at once.
-        device_of: for each stage the index of its device; some schedules want several on each.
-        replicas: for each stage the number of its devices.
-        step_time: seconds for forward and backward of one mini-batch, simulated; without the
+        slots: the most micro-batches in flight on each stage under 1F1B; None for other schedules.
+        checkpoint: the checkpoint mode of each stage. A stage that recomputes does so for all
+            micro-batches, so that a stored one never adds to one being recomputed; under GPipe for
+            all but the last, whose backward follows at once.
+        device_of: the index of the device of each stage; some schedules put several stages on one.
+        replicas: the number of devices of each stage.
+        step_time: simulated seconds for forward and backward of one mini-batch, without the
             optimizer.
-        samples_per_second: what that makes.
-        bound: seconds that no order of the same actions falls short of. It says how well the
-            schedule does what it could, not that no other plan is faster: another cut, or another
-            number of micro-batches, has a bound of its own.
-        certificate: simulated time by the bound: 1 is perfect.
-        interpreter_time: seconds of Python in the forwards of all stages, which no two threads do
-            at a time. No step is shorter, but for free-threaded builds of CPython, where it is 0.
-            What the pipe itself does for each cell comes on top.
-        compared: what :meth:`compare` found; empty before.
+        samples_per_second: ``batch_size / step_time``.
+        bound: seconds below which no order of the same actions falls. It is no bound for other
+            plans: another cut or another number of micro-batches has a bound of its own.
+        certificate: ``step_time / bound``; 1 is optimal.
+        interpreter_time: seconds of Python in the forwards of all stages, a lower bound of the
+            step, because one thread at a time runs Python; 0 in free-threaded builds of CPython.
+            Does not include the Python of the pipe itself.
+        compared: the result of :meth:`compare`; empty before.
     """
 
     def __init__(
@@ -306,7 +306,7 @@ class Plan:
 
     @cached_property
     def simulation(self) -> Simulation:
-        """The schedule, played through with the times of the profile, in seconds."""
+        """The simulated step, with the times of the profile in seconds."""
         form, costs = self.chosen.form, self.terms.costs(self.chosen.form, self.chosen.balance)
         return simulate(form.schedule, costs, form.recomputed(self.chosen.modes))
 
@@ -317,7 +317,7 @@ class Plan:
 
     @cached_property
     def stages(self) -> tuple[StagePlan, ...]:
-        """What each stage has and does."""
+        """The stages in order."""
         chosen, costs, names = self.chosen, self.simulation.costs, self.machine.names
         return tuple(
             StagePlan(
@@ -338,11 +338,11 @@ class Plan:
     def compare(self) -> tuple[Alternative, ...]:
         """Look for plans under the other schedules, for as many devices and micro-batches.
 
-        It takes seconds. From then on the page and :meth:`as_dict` have them, too. Some may not fit
-        into memory, and none is more than looked at: ``plan(schedule=...)`` looks longer.
+        Takes seconds. Afterwards the page and :meth:`as_dict` include the result. The search is
+        short (``plan(schedule=...)`` searches longer), and some plans may not fit into memory.
 
         Returns:
-            The best for each schedule, those that fit first, the fastest first.
+            The best plan for each schedule; first those that fit, the fastest first.
         """
         if not self.compared and len(self.balance) > 1:
             self.compared = other_schedules(self.terms, self.chosen)
@@ -357,11 +357,11 @@ class Plan:
             devices: as many as the plan uses, or more.
 
         Raises:
-            ValueError: these are too few.
+            ValueError: there are too few devices.
         """
         used = self.chosen.form.devices
         if len(devices) < used:
-            raise ValueError(f"devices={list(devices)}: this plan uses {used} devices")
+            raise ValueError(f"devices={list(devices)}: give the {used} that this plan uses")
         return [devices[d] for place in self.chosen.form.places for d in place]
 
     def options(self) -> dict[str, Any]:
@@ -369,8 +369,7 @@ class Plan:
 
         pipe = Pipe(model, **plan.options(), devices=plan.devices)
 
-        The devices are not among them: a plan may be run on others than it was made for
-        (:meth:`on`).
+        The devices are not included, because a plan can run on others (:meth:`on`).
         """
         made = self.chosen.form.schedule
         usual: Any = self.slots or self.schedule == AUTO
@@ -385,18 +384,17 @@ class Plan:
         }
 
     def timeline(self) -> Timeline:
-        """Return the simulated step, to be shown or saved as a picture or for Perfetto."""
+        """Return the simulated step, to show, or to save as a picture or for Perfetto."""
         names = self.machine.names[: self.chosen.form.devices]
         rows = [f"{x} ({k})" if names.count(x) > 1 else x for k, x in enumerate(names)]
         title = f"{self.schedule}, {self.chunks} micro-batches, planned"
         return Timeline.of(self.simulation, title, rows=rows, unit="s")
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write the plan as a page of HTML: the verdict, the cut, the step, the memory of each
-        device against its limit, and the alternatives.
+        """Write the plan as a page of HTML: verdict, cut, step, memory and alternatives.
 
-        The file, which ends in ``.html``, needs nothing else, and follows the reader's choice of
-        light or dark. The step is drawn by matplotlib; without it the page has no picture of it.
+        The page is one file, whose name ends in ``.html``, in the light or dark style of the
+        browser. Its picture of the step needs matplotlib.
         """
         page.save(path, self)
 
@@ -413,7 +411,7 @@ class Plan:
             "alternatives": [one.as_dict() for one in self.alternatives],
             "schedules": [one.as_dict() for one in self.compared],
         }
-        for numbers in (found, *found["stages"]):  # JSON knows no infinity
+        for numbers in (found, *found["stages"]):  # JSON has no infinity
             numbers.update({name: None for name, x in numbers.items() if x == math.inf})
         return found
 

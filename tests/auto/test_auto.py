@@ -111,7 +111,7 @@ def test_it_takes_the_next_plan_where_a_step_does_not_fit(
     assert min(chunks[1]) < min(chunks[2]) or chunks[2] == [8]
     assert pipe.chunks in chunks[2]
     del asked[:], fitting[:]
-    with pytest.raises(ValueError, match=r"no plan fits, also none for 70% .*to take 7 bytes"):
+    with pytest.raises(ValueError, match=r"no plan fits, even for 70% .*to take 7 bytes"):
         Pipe.auto(Residual(32, 3), torch.randn(2, 24), **call)
     assert len(asked) == 8
 
@@ -173,8 +173,8 @@ BAD: dict[str, tuple[Any, Any, dict[str, Any], type[Exception], str]] = {
     "no batch, converted": (small, (torch.tensor(1.0),), {}, ValueError, "batch in dimension 0"),
     "no model": (lambda: [nn.ReLU()], (Y,), {}, TypeError, "takes an nn.Module, not list"),
     "a pipe": (lambda: Pipe(linear(), [2]), (Y,), {}, TypeError, "a Pipe already"),
-    "cannot be cut": (Whole, (Y,), {}, ValueError, "Whole cannot be cut: it is one layer"),
-    "no loss for a target": (small, (X,), {"target": Y}, ValueError, "give a loss_fn"),
+    "cannot be cut": (Whole, (Y,), {}, ValueError, "Whole cannot be cut, because it is one layer"),
+    "no loss for a target": (small, (X,), {"target": Y}, ValueError, "give loss_fn="),
     "a layer larger than any device": (
         lambda: Residual(400, 2), (X,), {"memory": "1MB"}, ValueError,
         r"needs [\d.]+ MB, [\d.]+ MB more than the 1.0+ MB",
@@ -183,8 +183,8 @@ BAD: dict[str, tuple[Any, Any, dict[str, Any], type[Exception], str]] = {
     "two inputs for a Sequential": (linear, (Y, 1), {}, TypeError, "takes one input"),
     "a batch that is text": (small, (X,), {"batch_size": "8"}, TypeError, "must be an integer"),
     "a batch of halves": (small, (X,), {"batch_size": 2.5}, TypeError, "batch_size=2.5: the "),
-    "what it chooses": (small, (X,), {"chunks": 2}, TypeError, "chunks= is what Pipe.auto chooses"),
-    "weights": (small, (X,), {"weights": "a"}, ValueError, "weights='a' is for a model on meta"),
+    "what it chooses": (small, (X,), {"chunks": 2}, TypeError, "chunks= is chosen by Pipe.auto"),
+    "weights": (small, (X,), {"weights": "a"}, ValueError, "weights='a' needs a model on meta"),
     "a sample on meta": (small, (X.to("meta"),), {}, ValueError, "the sample is on meta"),
     "an empty sample": (small, (X[:0],), {}, ValueError, "holds no tensor with a batch"),
     "a sample that does not fit": (small, (Y,), {}, ValueError, "shapes cannot be multiplied"),

@@ -80,15 +80,15 @@ def test_what_only_says_something_does_not_wait_for_pytorch(asked: list[str]) ->
         *(
             (["plan", "model", "--devices=2", "--batch-size=8", option, value], reason)
             for option, value, reason in (
-                ("--sample", "8x", "'8x' is no shape"),
-                ("--sample", "0x3", "'0x3' is no shape"),
-                ("--sample", "8x3:float33", "is no shape such as"),
-                ("--timeout", "-1", "'-1' is not a number of seconds from 0"),
+                ("--sample", "8x", "'8x' is not a shape"),
+                ("--sample", "0x3", "'0x3' is not a shape"),
+                ("--sample", "8x3:float33", "is not a shape; write it like"),
+                ("--timeout", "-1", "'-1' is not a number of seconds, 0 or more"),
                 ("--timeout", "nan", "'nan' is not a number of seconds"),
                 ("--chunks", "0", "'0' is not a whole number from 1"),
-                ("--picture", "no/such/step.svg", "is no file in a folder that is there"),
+                ("--picture", "no/such/step.svg", "is not a file in a folder that exists"),
                 ("--picture", "step.gif", "must end in .svg or .png or .json"),
-                ("--profile", ".", "'.' is no file"),
+                ("--profile", ".", "'.' is not a file"),
                 ("--save", "plan.pdf", "'plan.pdf' must end in .html"),
             )
         ),
@@ -214,8 +214,8 @@ def test_a_plan_of_any_kind_is_printed_saved_and_drawn(
         (None, [], "give a model"),
         (None, ["--profile", "no_such_file.json"], "no_such_file.json"),
         ("missing", [], "no attribute 'missing'"),
-        ("nothing", [], "is no package.module:factory of a model: it gives a int"),
-        *((name, [], f"{name!r} is no package.module:factory")
+        ("nothing", [], "is not a package.module:factory of a model: it returns a int"),
+        *((name, [], f"{name!r} is not a package.module:factory")
           for name in (":nothing", ".tests:factory", "no.such.module:factory")),
         ("broken_pair", [],
          "own (in layer '0' (Do), profiled with a micro-batch of 2 samples; sizes=[2, 4, 8] were"),

@@ -102,9 +102,9 @@ def test_a_machine() -> None:
     assert Machine.even(2, "16GB", "12GB/s", host="3GB/s") == Machine.even(2, 16e9, 12e9, 3e9)  # type: ignore[arg-type]
     for given, match in (
         ({"host": "3GB"}, "host='3GB' cannot be read"),
-        ({"memory": (), "bandwidth": ()}, "names no device"),
-        ({"names": ("a",)}, "names is for 1 devices, but there are 2"),
-        ({"speed": (1.0,)}, "speed is for 1 devices, but there are 2"),
+        ({"memory": (), "bandwidth": ()}, "has no device"),
+        ({"names": ("a",)}, "names has 1 entries, but there are 2"),
+        ({"speed": (1.0,)}, "speed has 1 entries, but there are 2"),
     ):
         with pytest.raises(ValueError, match=match):
             Machine(**{"memory": (1.0, 1.0), "bandwidth": links} | given)  # type: ignore[arg-type]
@@ -228,7 +228,7 @@ def test_a_number_of_devices(
     here = [gpu(k) for k in range(2)]
     monkeypatch.setattr(devices, "default_devices", lambda n: here)
     assert machine_of(1).names == ("cuda:0",)
-    with pytest.raises(ValueError, match=r"devices=3, but 2 are here.*describe them"):
+    with pytest.raises(ValueError, match=r"devices=3, but this machine has 2 .*describe other"):
         machine_of(3)
     monkeypatch.setattr(devices, "measure_memory", lambda device: 0.0)
     with pytest.raises(ValueError, match="no memory is free on cpu"):
@@ -257,17 +257,17 @@ def test_a_number_of_devices(
             ("2 x 16GB @ fast, 1GB/s", "speed=' fast' cannot be read"),
             ("2 x 16GB @ 0, 1GB/s", "greater than 0"),
             ("2 x (8 x 16GB, 1GB/s, 2GB/s", "cannot be read"),
-            ("2 x (8 x 16GB), 2GB/s", "'8 x 16GB' does not say what goes from device to device"),
+            ("2 x (8 x 16GB), 2GB/s", "'8 x 16GB' has no bandwidth between devices"),
         )),
         *(("2 x 16GB, 1GB/s", options, message) for options, message in (
             ({"memory": 0}, r"memory=0 must be a positive number of bytes"),
             ({"memory": math.nan}, "memory=nan"),
             ({"memory": True}, "memory=True"),
             ({"memory": [1, None]}, r"memory\[1\]=None"),
-            ({"memory": [1, 2, 3]}, "memory is for 3 devices, but there are 2"),
+            ({"memory": [1, 2, 3]}, "memory has 3 entries, but there are 2"),
             ({"bandwidth": -1}, "bandwidth=-1 must be a positive number of bytes per second"),
             ({"speed": [1, 0]}, r"speed\[1\]=0 must be a positive number"),
-            ({"speed": [1]}, "speed is for 1 devices, but there are 2"),
+            ({"speed": [1]}, "speed has 1 entries, but there are 2"),
             ({"bandwidth": [1, 2]}, r"rows of \[1, 1\] numbers"),
             ({"bandwidth": [[1, 1], [0, 1]]}, r"bandwidth\[1\]\[0\]=0"),
             ({"speed": [1, math.inf]}, r"speed\[1\]"),
