@@ -1,4 +1,4 @@
-"""How to run a model on several devices: :func:`plan`."""
+"""The planner, :func:`plan`: the fastest way to run a model on several devices."""
 
 from syncpipe.planner.alternatives import Alternative
 from syncpipe.planner.machine import Machine

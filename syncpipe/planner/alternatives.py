@@ -1,4 +1,4 @@
-"""What else one could do with the same devices, so that a plan can be believed, or left alone."""
+"""Other ways to use the same devices, for comparison with a plan."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ class Alternative:
     """Another way to train.
 
     Attributes:
-        name: what it is.
+        name: a title.
         time: seconds for one mini-batch; None if it does not fit.
-        note: how it would be done, and why it does not fit.
+        note: its memory and settings, or why it does not fit.
         instead: what to use for it in place of a pipe; empty if a pipe can run it.
-        draft: the pipeline that was looked at, one of several copies maybe; None if there is none.
+        draft: the pipeline, or one of its copies; None if no pipeline was found.
     """
 
     name: str
@@ -50,7 +50,7 @@ class Alternative:
 
 
 def alternatives_of(terms: Terms, chosen: Draft) -> tuple[Alternative, ...]:
-    """The even split, torchgpipe's way, one device, shared stages, data parallelism."""
+    """An equal split, torchgpipe's way, one device, stages with replicas, data parallelism."""
     machine, found = terms.machine, list[Alternative]()
     devices, layers, draft = len(machine), len(terms.profile.layers), chosen
     n, m = len(chosen.balance), chosen.form.m
@@ -75,7 +75,7 @@ def alternatives_of(terms: Terms, chosen: Draft) -> tuple[Alternative, ...]:
         if devices % d == terms.batch_size % d == 0 and n <= layers:
             name = f"data parallelism, {d} copies" + f" of a pipeline of {n} stages" * (n > 1)
             instead = _COPIES if n == 1 else _COPIES_OF_PIPES
-            # Each copy on neighbours, or the copies of each stage.
+            # Neighbours run the stages of one copy, or the copies of one stage.
             every = [*range(devices)]
             layouts = [[tuple(every[k::n]) for k in range(n)]]
             layouts += [[tuple(every[k * d : k * d + d]) for k in range(n)]] * (
@@ -91,8 +91,8 @@ def _time(one: Alternative) -> float:
 
 
 def other_schedules(terms: Terms, chosen: Draft) -> tuple[Alternative, ...]:
-    """The best under each of the other schedules, for as many devices and micro-batches; those that
-    fit first, the fastest first.
+    """The best draft for each other schedule, with as many devices and micro-batches as ``chosen``;
+    first those that fit, the fastest first.
     """
     names = [name for name in TITLES if name not in (chosen.form.name, "1f1b")]
     drafts = variants(terms, [chosen], names, [(chosen.form.devices, chosen.form.m)])
@@ -105,7 +105,7 @@ def other_schedules(terms: Terms, chosen: Draft) -> tuple[Alternative, ...]:
 
 
 def _of(terms: Terms, name: str, draft: Draft, instead: str = "") -> Alternative:
-    """What a draft takes, or which device is too small for it."""
+    """An alternative with the memory of a draft, or the first device that is too small."""
     machine, note = terms.machine, f"{in_bytes(max(draft.on_device))} at most"
     for d, (needs, limit) in enumerate(zip(draft.on_device, machine.memory, strict=False)):
         if needs > limit and draft.excess > 1:
@@ -120,11 +120,11 @@ def _of(terms: Terms, name: str, draft: Draft, instead: str = "") -> Alternative
 def _copies(
     terms: Terms, name: str, places: Sequence[tuple[int, ...]], instead: str
 ) -> Alternative:
-    """The model, or copies of a pipeline that share the mini-batch: for each stage the devices of
-    its copies.
+    """Copies of a pipeline that share the mini-batch, or one copy. ``places``: for each stage the
+    devices of its copies.
 
-    A ring all-reduce over ``d`` copies sends ``2 (d-1) / d`` of the gradients of a stage, and is as
-    fast as its slowest link.
+    A ring all-reduce over ``d`` copies sends ``2 (d-1) / d`` of the gradients of a stage at the
+    rate of its slowest link.
     """
     copies, machine = len(places[0]), terms.machine.shared(places)
     part = terms.on(machine, terms.batch_size // copies)

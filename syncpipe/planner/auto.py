@@ -85,8 +85,8 @@ def auto(
     batch_size = counted(batch_size, f"batch_size={batch_size!r}", "the samples in a mini-batch")
     if any(tensor.is_meta for tensor in tensors_in((sample, sample_kwargs))):
         raise ValueError(
-            "the sample is on meta, but Pipe.auto runs the model with it: give a sample with values "
-            "(the model may be on meta)"
+            "the sample is on meta, but Pipe.auto runs the model with it: give a sample with "
+            "values (the model may be on meta)"
         )
     if weights is not None and not any(tensor.is_meta for tensor in model.parameters()):
         raise ValueError(
@@ -160,8 +160,8 @@ def _layers(
     if len(layers) < min(devices, 2):
         why = [f"{path}: {reason} {line}" for path, line, reason in getattr(layers, "whole", ())]
         raise ValueError(
-            f"{name} cannot be cut, because it is one layer: make its parts modules that are called "
-            "one after another" + "".join(f"\n  {line}" for line in why)
+            f"{name} cannot be cut, because it is one layer: make its parts modules that it "
+            "calls one after another" + "".join(f"\n  {line}" for line in why)
         )
     return layers
 
@@ -201,8 +201,8 @@ def _measured(
                 notes = "; ".join(getattr(error, "__notes__", ()))
                 raise NoPlan(
                     f"one layer is too large for every device: with one sample on {devices[0]} it "
-                    f"takes more than {in_bytes(limits[0])} ({notes or error}). Use smaller layers, "
-                    "or a device with more memory"
+                    f"takes more than {in_bytes(limits[0])} ({notes or error}). Use smaller "
+                    "layers, or a device with more memory"
                 ) from None
         rows = -(-rows // 4)
 

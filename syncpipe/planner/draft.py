@@ -1,11 +1,11 @@
-"""``Draft``: one way to run the layers as a pipeline, under any schedule, with what it takes.
+"""``Draft``: one way to run the layers as a pipeline under any schedule, with its time and memory.
 
-There is one account of time, the player, and one of memory, :meth:`.Chain.held`. What a device with
-several stages holds is their sum at its fullest moment:
+:func:`.play` gives the time and :meth:`.Chain.held` the memory of each stage. The peak of a device
+with several stages is the largest sum over its stages at any moment:
 
-    cell, whole backward        F|===== held =====|B--|
-    recomputed                  F|- its inputs ---|=R=B--|          R: recomputation
-    backward in halves          F|===== held =====|I+++++++++|W|    +: inputs of products with
+    entire backward             F|==== stored ====|B--|
+    recomputed                  F|---- inputs ----|=R=B--|          R: recomputation
+    backward in halves          F|==== stored ====|I+++++++++|W|    +: inputs of products with
                                                                        weights, and gradients
 """
 
@@ -28,13 +28,13 @@ from syncpipe.schedules.schedule import HALVES, KINDS, Kind, Schedule, devices_o
 
 __all__ = ["ADAM", "Draft", "Form", "Terms", "one_f_one_b_form"]
 
-#: The parameter, its gradient and Adam's two moments. Its step takes the parameters' size once
-#: more: PyTorch's kernels for lists of tensors, the usual ones on accelerators.
+#: ``param_scale`` for the parameter, its gradient and Adam's two moments. A step of Adam takes the
+#: size of the parameters once more in PyTorch's kernels for lists, the default on accelerators.
 ADAM = 4.0
 
 
 class Form:
-    """A schedule, to be tried with many cuts; with its slots under 1F1B without replicas."""
+    """A schedule to try with many cuts, and the slots of its stages under 1F1B without replicas."""
 
     def __init__(self, schedule: Schedule, slots: tuple[int, ...] | None = None) -> None:
         self.schedule, self.slots = schedule, slots
@@ -42,21 +42,21 @@ class Form:
         self.in_flight = slots or schedule.in_flight
         self.split = not slots and bool(schedule.splits)
         self.devices = len(schedule.actions)
-        #: For each stage its devices, and the first of them; for each device its stages.
+        #: The devices of each stage, the first device of each stage, the stages of each device.
         self.places = tuple([devices_of(schedule.device_of, j) for j in range(self.n)])
         self.device_of = tuple([place[0] for place in self.places])
         self.replicas = list(map(len, self.places))
         self.stages_of = stages_on(schedule.device_of)
 
     def recomputed(self, modes: Sequence[Mode]) -> list[int]:
-        """How many micro-batches each stage recomputes: under GPipe all but the last, which goes
-        back at once.
+        """The number of micro-batches that each stage recomputes. GPipe keeps the last one, whose
+        backward follows at once.
         """
         return [(self.m - (self.name == "gpipe")) * (mode == "recompute") for mode in modes]
 
     def levels(self, d: int, stages: Mapping[int, Held]) -> Iterator[float]:
-        """What a device holds of these of its stages, of which only one runs: before all, and
-        during each of its actions; and while the optimizer takes its step.
+        """Bytes of these stages on device ``d``: before the step, during each action, and during
+        the optimizer's step. One stage runs at a time.
         """
         held = sum(x.fixed for x in stages.values()) + max(x.transient for x in stages.values())
         yield held
@@ -76,12 +76,12 @@ class Form:
 
     @cached_property
     def _played(self) -> TimeTable:
-        """When everything would end, were all stages even."""
+        """The ends of all actions if all stages take the same time."""
         device_of = self.schedule.device_of
         return play(self.schedule.actions, self.m, device_of, Costs.even(self.n)).table
 
     def waiting(self, kind: Kind, source: int, target: int) -> int:
-        """How many activations or gradients wait on a stage that came straight from another one."""
+        """The most activations or gradients from stage ``source`` that wait at stage ``target``."""
         if self.slots and kind == "backward":
             return (self.slots[target] - self.slots[source] + 1) // 2
         takes = 1 + (kind == "backward" and not self.split)
@@ -90,7 +90,7 @@ class Form:
         return max(accumulate((change for _, change in sorted([*begun, *sent])), initial=0))
 
     def most(self, d: int, stages: Mapping[int, Held]) -> float:
-        """What a device holds of these of its stages at its fullest moment."""
+        """The peak bytes of these stages on device ``d``."""
         if self.devices == self.n and not self.split:
             return max(float(x.most(self.in_flight[j])) for j, x in stages.items())
         return max(self.levels(d, stages))
@@ -98,16 +98,24 @@ class Form:
 
 @lru_cache(maxsize=1024)
 def one_f_one_b_form(m: int, slots: tuple[int, ...]) -> Form:
-    """1F1B with so many slots for each stage, none with more than the one before it."""
+    """1F1B with these slots for each stage; no stage has more slots than the one before it."""
     return Form(one_f_one_b(m, len(slots), slots=slots), slots)
 
 
 @dataclass(frozen=True)
 class Draft:
-    """A pipeline. Its time for one mini-batch is played through, and no less than one interpreter
-    needs for all forwards; ``bound``: no order of these actions takes less. Memory is that of each
-    stage at most, and of all stages on a device together; ``excess`` is the largest factor by which
-    a device lacks memory, 1 if all fits.
+    """A pipeline, whether it fits or not.
+
+    Attributes:
+        form: the schedule.
+        balance: the number of layers of each stage.
+        modes: what each stage does with its activations.
+        time: seconds for one mini-batch, simulated, and at least ``interpreter``.
+        memory: peak bytes of each stage.
+        on_device: peak bytes of each device, all its stages together.
+        excess: the largest ratio of needed memory to the limit of a device; 1 if everything fits.
+        interpreter: seconds of Python in all forwards.
+        bound: seconds below which no order of the same actions falls.
     """
 
     form: Form = field(repr=False)
@@ -127,13 +135,13 @@ class Draft:
 
     @property
     def rank(self) -> tuple[float, float, int, float, int]:
-        """The better of two drafts has the lesser one."""
+        """A sort key: the better of two drafts has the smaller rank."""
         time = float(f"{self.time:.8e}")
         return self.excess, time, len(self.balance), max(self.on_device), self.form.m
 
 
 class Terms:
-    """What all drafts of one search have in common; the arguments are those of ``plan``."""
+    """The inputs of a search: layers, machine, mini-batch and optimizer, as ``plan`` takes them."""
 
     def __init__(
         self, profile: Profile, machine: Machine, batch_size: int, param_scale: float,
@@ -141,19 +149,18 @@ class Terms:
     ) -> None:  # fmt: skip
         self.profile = profile.of(batch_size)
         self.machine, self.batch_size, self.param_scale = machine, batch_size, param_scale
-        #: Bytes that the optimizer's step takes for each byte of a parameter, besides its state.
+        #: Bytes of the optimizer's step per byte of a parameter, besides the optimizer's state.
         self.update = float(param_scale >= ADAM) if update is None else update
         self._chains: dict[int, Chain] = {}
-        #: Under 1F1B: what became of micro-batches, slots and balance.
+        #: Drafts under 1F1B by number of micro-batches, slots and balance.
         self._known: dict[tuple[object, ...], Draft] = {}
-        #: What a stage can do with its activations.
         self.modes: tuple[Mode, ...] = ("store", "recompute")
         self.modes += ("offload",) if machine.host else ()
         trained = (x.parameter_bytes - x.frozen_bytes for x in self.profile.layers)
         self._trained = list(accumulate(trained, initial=0.0))
 
     def chain(self, chunks: int, last: int = 0) -> Chain:
-        """The layers, for one of so many micro-batches, or the last, which may be smaller."""
+        """The layers for one of ``chunks`` micro-batches; ``last``: for the last, smaller one."""
         samples = sizes_of(self.batch_size, chunks)[last]
         if samples not in self._chains:
             self._chains[samples] = Chain.of(
@@ -162,7 +169,7 @@ class Terms:
         return self._chains[samples]
 
     def on(self, machine: Machine, batch_size: int = 0) -> Terms:
-        """The same for other devices, or another mini-batch."""
+        """The same problem on other devices, or with another mini-batch."""
         batch = batch_size or self.batch_size
         other = Terms(self.profile, machine, batch, self.param_scale, self.update)
         if batch == self.batch_size:
@@ -181,7 +188,7 @@ class Terms:
         return replace(found[0], last=found[1]) if last else found[0]
 
     def held(self, form: Form, s: int, ends: Sequence[tuple[int, int]], mode: Mode) -> Held:
-        """What stage ``s`` takes, where stages begin and end so."""
+        """The memory of stage ``s``, given the layers of all stages."""
         chain, q = self.chain(form.m), form.in_flight[s]
         q0 = form.in_flight[0] if form.slots else q + form.waiting("forward", 0, s)
         (i, j), speed = ends[s], self.machine.speed[form.device_of[s]]
@@ -201,8 +208,8 @@ class Terms:
         return found
 
     def _at(self, d: int, form: Form, j: int, ends: tuple[int, int], held: Held) -> Held:
-        """What a stage takes on one of its devices: gradients of all replicas arrive at the first,
-        where the optimizer is; the others have parameters and gradients only.
+        """The memory of a stage on device ``d``, one of its replicas. The first replica receives
+        all gradients and has the optimizer; the others hold parameters and gradients only.
         """
         if form.replicas[j] == 1:
             return held
@@ -222,11 +229,11 @@ class Terms:
         return self._trained[j] - self._trained[i]
 
     def link_time(self, m: float, stored: Any) -> Any:
-        """Seconds in a step for so many bytes of each micro-batch to the host and back."""
+        """Seconds in a step to move ``stored`` bytes of each micro-batch to the host and back."""
         return 2 * m * stored / self.machine.host
 
     def interpreter(self, m: int, balance: Sequence[int], recomputed: Sequence[int]) -> float:
-        """Seconds that a step takes at least, as only one thread at a time can run Python."""
+        """Seconds of Python in all forwards, a lower bound: one thread at a time runs Python."""
         sums = self.chain(m).sums["interpreter"]
         pairs = zip(ends_of(balance), recomputed, strict=True)
         return has_lock() * math.fsum((sums[j] - sums[i]) * (m + count) for (i, j), count in pairs)
@@ -238,16 +245,15 @@ class Terms:
         modes: Sequence[Mode] | None = None,
         at_most: float = math.inf,
     ) -> Draft | None:
-        """What a cut takes, whether it fits or not (``excess``); None if it is sure to take more
-        than ``at_most`` seconds. By default each stage does with its activations what fits, and of
-        that what takes the least time.
+        """The draft of a cut, which need not fit (``excess``); None if its bound exceeds
+        ``at_most`` seconds. By default each stage gets the fastest mode that fits.
         """
         key = (form.m, form.slots, tuple(balance))
         cached = form.slots is not None and modes is None
         if cached and key in self._known:
             return self._known[key] if self._known[key].bound <= at_most else None
         costs, none = self.costs(form, balance), [0] * form.n
-        if at_most < math.inf and not form.slots:  # sooner than what it stores
+        if at_most < math.inf and not form.slots:  # before the modes, which take longer to find
             device_of = form.schedule.device_of
             if lower_bound(form.m, device_of, costs, none, form.split) > at_most:
                 return None
@@ -261,7 +267,7 @@ class Terms:
             return None
         device_of = form.schedule.device_of
         time = play(form.schedule.actions, form.m, device_of, costs, counts).makespan
-        # Once a step replicas are sent parameters, and send back gradients.
+        # Once per step the replicas receive parameters and send gradients.
         exchange, links = 0.0, self.machine.bandwidth
         for (first, *others), (i, j) in zip(form.places, ends_of(balance), strict=True):
             each = (1 / links[first][d] + 1 / links[d][first] for d in others)
@@ -286,7 +292,7 @@ class Terms:
     def bound(
         self, form: Form, balance: Sequence[int], costs: Costs, modes: Sequence[Mode]
     ) -> float:
-        """No order of these actions takes less (:func:`.lower_bound`)."""
+        """Seconds below which no order of these actions falls (:func:`.lower_bound`)."""
         taken = []
         for own in form.stages_of if "offload" in modes else ():
             sent = (self.chain(form.m).run(*ends_of(balance)[j]).stored / form.replicas[j]
@@ -296,8 +302,8 @@ class Terms:
         return lower_bound(form.m, device_of, costs, counts, form.split, taken)
 
     def _modes(self, form: Form, balance: Sequence[int], costs: Costs) -> list[Mode]:
-        """For each stage what it does with activations: of what fits on its device together with
-        the other stages there what takes the least time; where nothing fits, what needs least.
+        """The mode of each stage: the fastest combination that fits on each device, or the one with
+        the least memory if none fits.
         """
         ends, m = ends_of(balance), form.m
         chosen: list[Mode] = ["store"] * form.n
@@ -310,7 +316,7 @@ class Terms:
             return forward * (mode == "recompute")
 
         for d, own in enumerate(form.stages_of):
-            if d not in form.device_of:  # a replica, with less than the first one
+            if d not in form.device_of:  # another replica, which needs less than the first
                 continue
             best, limit = (True, math.inf), self.machine.memory[d]
             for modes in product(self.modes, repeat=len(own)):
@@ -331,7 +337,7 @@ class Terms:
 
 
 def _waiting(form: Form, costs: Costs, counts: Sequence[int]) -> float:
-    """What 1F1B takes at least with these slots, as :mod:`syncpipe.planner.search` explains."""
+    """The lower bound for 1F1B with these slots that :mod:`syncpipe.planner.search` states."""
     if not form.slots or costs.last:
         return 0.0
     heads, tails = heads_and_tails(form.device_of, costs, False)

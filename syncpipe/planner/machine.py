@@ -130,7 +130,7 @@ class Machine:
         return len(self.kinds) == 1 and self.even_links
 
     def shared(self, places: Sequence[tuple[int, ...]]) -> Machine:
-        """A machine with one device for each place, the slowest and smallest of the place's devices.
+        """One device for each place, with the least memory and speed of the devices of the place.
 
         Device ``k`` of the ``r`` devices of a place runs every ``r``-th micro-batch.
         """

@@ -191,9 +191,7 @@ def _notes(plan: Plan) -> list[str]:
     chain, chosen, names = plan.terms.chain(plan.chunks), plan.chosen, plan.machine.names
     scale = plan.terms.param_scale
     adam = ": Adam's states in the parameters' dtype" * (scale == ADAM)
-    words = (
-        f"memory: parameters, gradients, optimizer (param_scale={scale:g}{adam}), activations"
-    )
+    words = f"memory: parameters, gradients, optimizer (param_scale={scale:g}{adam}), activations"
     words += " stored for backward"
     if chain.peaks:
         held = plan.terms.stages(chosen.form, plan.balance, chosen.modes)
@@ -288,9 +286,7 @@ def _remarks(plan: Plan) -> list[str]:
 
 # -- HTML -----------------------------------------------------------------------------------------
 
-_NO_PICTURE = (
-    "<p>The picture of the step needs matplotlib: pip install 'syncpipe[plot]'.</p>"
-)
+_NO_PICTURE = "<p>The picture of the step needs matplotlib: pip install 'syncpipe[plot]'.</p>"
 
 
 def save(path: str | os.PathLike[str], plan: Plan) -> None:

@@ -190,9 +190,8 @@ def layers_of(
     size = layers.sizes[-1]
     if not any(layer.forward[size] + layer.backward[size] for layer in layers.layers):
         raise ValueError(
-            "the profile has no times, because on meta and on fake devices only sizes are measured: "
-            "measure the layers on a real device, or estimate times, for example with "
-            "on='A100-80GB'"
+            "the profile has no times, because on meta and on fake devices only sizes are "
+            "measured: measure on a real device, or estimate times, for example on='A100-80GB'"
         )
     return layers
 
@@ -210,7 +209,7 @@ def speeds_of(module: Any, sample: Any, real: Sequence[Any], timeout: float) -> 
         return ()
     if isinstance(module, Profile):
         raise ValueError(
-            f"devices are of {len(kinds)} kinds ({', '.join(kinds)}), but a profile is of one kind: "
+            f"devices are of {len(kinds)} kinds ({', '.join(kinds)}), but a profile is of one: "
             "give speed= with a factor for each device, or the layers in place of the profile"
         )
     times = {}

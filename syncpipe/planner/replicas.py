@@ -1,7 +1,7 @@
-"""PipeDream's planner: stages that several devices share.
+"""PipeDream's planner: stages with replicas.
 
-A stage with ``r`` replicas has each of them take every ``r``-th micro-batch, and they exchange the
-gradients of their parameters. What counts is the slowest stage or link; a "2-1-1":
+Each of the ``r`` replicas of a stage takes every ``r``-th micro-batch, and the replicas exchange
+the gradients of their parameters. The slowest stage or link determines the time. A "2-1-1":
 
     device 0   | layers 0-7, micro-batches 0 2 4 .. | >
     device 1   | layers 0-7, micro-batches 1 3 5 .. | >  | layers 8-12 | > | layers 13-15 |
@@ -29,7 +29,7 @@ __all__ = ["least_largest", "replicated"]
 def replicated(
     profile: Profile, machines: int, bandwidth: float, *, samples: int
 ) -> tuple[tuple[int, int, int], ...]:
-    """The stages and replicas with which PipeDream's formula is fastest, exactly.
+    """The stages and replicas that minimize PipeDream's formula exactly.
 
     With ``A(i, m)`` the time for the layers from ``i`` on, on ``m`` machines::
 
@@ -37,21 +37,20 @@ def replicated(
         A(i, m) = min( T(i..L, m), min max( T(i..j, m'), 2 a_i / (bandwidth m'), A(j, m-m') ) )
                                    j, m'
 
-    ``T_l`` is forward and backward of layer ``l``; ``a_i`` the bytes of activations that cross the
-    cut, and as many bytes of gradients come back; ``|w_l|`` the bytes of parameters that are
-    trained. With the parameters spread over the replicas as servers, each sends gradients of all
-    but its own share, receives those of its share, and the same again with the new parameters:
-    4 (m-1)/m of the bytes. Among the fastest it takes one with the fewest stages, and of these the
-    one with the fewest bytes between stages.
+    ``T_l`` is the time of forward and backward of layer ``l``, ``a_i`` the bytes of activations
+    that cross the cut (gradients of the same size come back), and ``|w_l|`` the bytes of trained
+    parameters. Each replica is a server for an m-th of the parameters: it sends all other
+    gradients, receives its own, and does the same with the new parameters, 4 (m-1)/m of the bytes
+    in total. Ties are decided by fewer stages, then by fewer bytes between stages.
 
     Args:
-        profile: what the layers cost. A skip counts at every cut that it crosses.
-        machines: how many there are; all are used.
-        bandwidth: bytes per second of a machine's network; ``math.inf`` for no time.
-        samples: in the mini-batch of one machine.
+        profile: the costs of the layers. A skip counts at every cut that it crosses.
+        machines: the number of machines; all are used.
+        bandwidth: bytes per second of a machine's network; ``math.inf`` for no transfer time.
+        samples: the samples in the mini-batch of one machine.
 
     Returns:
-        For each stage its first layer, the layer after its last, and on how many machines it is.
+        For each stage its first layer, the layer after its last, and its number of machines.
     """
     profile = profile.of(samples)
     chain, number = Chain.of(profile, samples, 1.0), len(profile.layers)
@@ -62,14 +61,14 @@ def replicated(
         crossing[stash + 1 : pop + 1] += size
 
     def cost(m: int) -> Tensor:
-        """Computing, exchange or transfer of stages on ``m`` machines, whichever takes longest."""
+        """The time of stages on ``m`` machines: the longest of computing, exchange, transfer."""
         exchanged = 4 * (m - 1) * (weights - weights[:-1, None]) / (m * bandwidth) / m
         sent = 2 * crossing[:, None] / (bandwidth * m)
         return torch.maximum(torch.maximum((work - work[:-1, None]) / m, exchanged), sent)
 
     costs = [cost(m) for m in range(1, machines + 1)]
     least, _ = least_largest(number, machines, machines, lambda _, m: costs[m - 1])
-    # What differs by rounding alone is as fast: the fewest stages, and then the fewest bytes.
+    # Among costs that are equal up to rounding: the fewest stages, and then the fewest bytes.
     limit = least * (1 + 1e-12)
     each = 1 + crossing[:, None] / (2 * float(crossing.sum()) or 1.0)
     counted = [each.masked_fill(cost > limit, math.inf) for cost in costs]
@@ -85,13 +84,18 @@ def least_largest(
 ) -> tuple[float, tuple[tuple[int, int, int], ...]]:  # fmt: skip
     """The cut whose most costly stage costs least, with all devices in use.
 
-    ``width`` devices at most share a stage. ``cost`` is that of stages that begin with so many
-    devices left, on so many of these: ``[L, L + 1]``, of the layers from ``i`` up to ``j``;
-    ``both`` that of a stage and those after it, with so many devices left.
+    Args:
+        layers: the number of layers, ``L``.
+        devices: the number of devices.
+        width: the most devices that may share a stage.
+        cost: called with the number of devices left where a stage begins and the number of devices
+            of the stage; gives the costs of layers ``[i, j)`` as a tensor ``[L, L + 1]``.
+        both: combines the cost of a stage and that of the stages after it, given the number of
+            devices left where the stage begins.
 
     Returns:
-        What it costs; and for each stage its first layer, its end and its devices. There are no
-        stages if the cost is infinite.
+        The cost, and for each stage its first layer, its end and its number of devices; no stages
+        if the cost is infinite.
     """
     empty = torch.ones(layers, layers + 1).tril().bool()
     none = torch.full((layers + 1,), math.inf, dtype=torch.float64)

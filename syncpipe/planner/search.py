@@ -1,22 +1,20 @@
-"""``search``: the cuts, micro-batches, slots and schedules with the shortest step.
+"""``search``: the cuts, micro-batches, slots and schedules with the shortest simulated step.
 
-Whatever the schedule, there are drafts to begin with; the best are played and improved, by moving
-single layers and slots as long as that makes the played step shorter.
-
-Under 1F1B a program over boundaries, :class:`Program`, finds the cut with the least bound, once
-for each family of slots: as many as fit hold more than the stages to the right can bear, and
-whoever goes forward too eagerly lets gradients wait. For a stage with ``q`` slots let ``F`` and
-``R`` be its forward and all that it does to go back, ``pre`` what happens to one micro-batch to its
-left, there and back, and ``D`` what happens to its right. Then
+Under 1F1B, :class:`Program` finds the cut with the least lower bound for several choices of slots:
+the most slots that fit need not be the fastest, because too many forwards delay gradients. For a
+stage with ``q`` slots let ``F`` be its forward, ``B`` its backward, ``R`` its backward with
+recomputation, ``pre`` the time of one micro-batch in the stages before it, forward and backward,
+and ``D`` the same in the stages after it. Then
 
     m > q:   T >= pre + m (F+R) + [D - (q-1) F]+ + [D - (q-1) R]+
     m <= q:  T >= pre + max( m (F+R),  F + D + B + (m-1) R,  m F + D + B )
     always:  T >= pre + ceil(m / q) (F + D + B)
 
-Of storing, recomputing and offloading a stage does what has the least bound.
+Each stage stores, recomputes or offloads, whichever has the least bound. The best drafts are
+simulated, then improved by moving single layers and slots.
 
-What is found for 1F1B says how many devices and micro-batches are worth a look under other
-schedules, and gives cuts to begin with, beside those that are even.
+Other schedules are tried with the numbers of devices and micro-batches of the best plans for 1F1B,
+starting from their cuts and from even ones.
 """
 
 from __future__ import annotations
@@ -49,69 +47,63 @@ __all__ = [
     "search_orders", "shared", "shortage", "variants",
 ]  # fmt: skip
 
-#: So many actions are played for another schedule, and for a line of a comparison; and so many
-#: cells it has at most.
+#: Budgets of simulated actions for a schedule that was asked for, and for a comparison; and the
+#: most cells of a schedule.
 _LONG, _SHORT, _CELLS = 300_000, 30_000, 4096
-#: So many drafts are improved, with so many actions to play for all and for each, if they are at
-#: most so many times as slow as the best.
+#: The drafts to improve, the simulated actions for all and for each, and how many times slower
+#: than the best a draft may be.
 _IMPROVED, _WORK, _EACH, _PROMISING = 32, 600_000, 100_000, 1.3
-#: Slots near others have so many more.
+#: Slots added on each stage to those of a good draft.
 _NEAR = (0, 1, 2, -1)
-#: Families have so many times fewer slots than the textbook.
+#: Divisors of the textbook's slots.
 _PARTS = (1, 1.25, 1.5, 2, 3, 4)
-#: What one move makes at most so many times as slow is worth another; and plans for so much less
-#: memory are tried as well.
+#: How many times slower a move may make the best draft to be followed by a second move; and the
+#: shares of memory that are tried in place of all.
 _HARDLY, _LESS = 1.05, (0.94, 0.85, 0.7)
-_MOST_DEVICES = 64
-#: So many ways to lay out layers on devices that share stages are all tried.
-_LAYOUTS = 200
-#: Of so many devices at most two change places.
-_EXCHANGED = 16
-#: Cuts are looked for at so many boundaries, and then at those near the ones that were found; at
-#: more of them for so many stages, or where nothing was found.
+_MOST_DEVICES = 64  # in the advice of an error
+_LAYOUTS = 200  # layouts with shared stages; if there are more, only some are tried
+_EXCHANGED = 16  # devices; with more, no two change places
+#: Boundaries of a first search, which a finer one near its cut follows; the most stages with a wide
+#: finer search; boundaries if the first search finds nothing.
 _BOUNDARIES, _FEW, _MOST_BOUNDARIES = 256, 16, 1024
 
-#: Differences below this, relative, are rounding.
-NOTICED = 1e-9
-#: A limit on memory as sums in another order may meet it.
-_ROUNDED = 1 + 1e-12
+NOTICED = 1e-9  # smaller relative differences of time are rounding
+_ROUNDED = 1 + 1e-12  # tolerance of a memory limit, for sums in another order
 
 Slots = tuple[int, ...]
 Balance = tuple[int, ...]
 Chunks = int | Iterable[int] | None
 
-
 _rank = attrgetter("rank")
 
 
 class NoPlan(ValueError):
-    """Nothing fits into memory."""
+    """No plan fits into memory."""
 
 
 # -- 1F1B ------------------------------------------------------------------------------------------
 
 
 class Program:
-    """Finds cuts for one number of micro-batches."""
+    """Finds the cuts with the least bounds under 1F1B, for one number of micro-batches."""
 
     def __init__(self, terms: Terms, m: int, boundaries: int) -> None:
         self.terms, self.count, self.boundaries = terms, m, boundaries
         self.chain, self.machine = terms.chain(m), terms.machine
-        #: The last one may be smaller, and counts as the part of the others that it is.
+        #: Micro-batches, of which a smaller last one counts as a fraction.
         self.m = terms.batch_size / sizes_of(terms.batch_size, m)[0]
         sums, layers = [*accumulate(reversed(self.chain.inputs[:-1]))], len(self.chain)
-        #: Bytes that cross a boundary from here on, there and back, on average.
+        #: Mean bytes that cross each boundary from here on, in both directions.
         self.sent = doubles([2 * sums[k] / (k + 1) for k in reversed(range(layers))] + [0.0])
         self._runs = lru_cache(maxsize=4)(self.chain.runs)
         self._any, self._stage = (lru_cache(maxsize=4)(self._bounds) for _ in range(2))
         self.cut = lru_cache(maxsize=None)(self._cuts)
 
     def lowest(self, n: int) -> float:
-        """Seconds that no cut into ``n`` stages falls short of.
+        """Seconds below which no cut into ``n`` stages falls.
 
-        A stage has all of its work to do after a micro-batch has come to it, and before the last
-        goes on from it: of what is left to the right of ``pre`` it takes an m-th of the rest at
-        most.
+        All work of a stage is between the arrival of the first micro-batch and the departure of the
+        last one, so a stage can have at most an m-th of the remaining time as its own.
         """
         speed, m, sums = self.machine.speed[:n], self.m, self.chain.sums["time"]
         share = sums[-1] / max(speed) / (1 - (1 - 1 / m) ** n)
@@ -119,10 +111,8 @@ class Program:
         return max(share, m * longest, m * sums[-1] / sum(speed)) * (1 - NOTICED)
 
     def _cuts(self, n: int, slots: Slots = ()) -> tuple[float, Balance]:
-        """The least bound of the cuts into ``n`` stages, and the cut with it.
-
-        By default as many micro-batches are in flight on each stage as fit. The bound is infinite
-        if nothing fits.
+        """The least bound of the cuts into ``n`` stages, infinite if nothing fits, and its cut. By
+        default each stage has as many slots as fit.
         """
         layers = len(self.chain)
         if n == 1:
@@ -138,7 +128,7 @@ class Program:
         return value, tuple(b - a for a, b in pairwise(ends))
 
     def _cut(self, n: int, slots: Slots, at: tuple[int, ...]) -> tuple[float, list[int]]:
-        """The same at these boundaries: the bound, and those where stages begin and end."""
+        """The least bound with cuts at the boundaries ``at``, and the boundaries of its stages."""
         machine, inputs = self.machine, self.chain.tensors["inputs"][[*at[:-1]], None]
         speed, memory = machine.speed[:n], machine.memory[:n]
 
@@ -149,7 +139,7 @@ class Program:
             s = n - k
             left, right = max(speed[:s], default=1.0), max(speed[s + 1 :], default=1.0)
             asked = (slots[s], slots[0]) if slots else None
-            # Transfers to its right wait, too, about so long; the bound for any slots has none.
+            # The average transfer after this stage; the bound for any slots leaves it out.
             each = (k - 1) * machine.transfer(1.0, s, s + 1) if asked and k > 1 else 0.0
             stage = self._stage if asked else self._any
             own: Tensor = stage(at, asked, s == 0, memory[s], speed[s], left, right, each)
@@ -157,7 +147,7 @@ class Program:
             return torch.maximum(own, least + (self.m - 1) * ways(k))
 
         def both(own: Tensor, after: Tensor, k: int) -> Tensor:
-            # Of equally good ones that where this stage has least.
+            # In a tie this stage has the least work.
             return torch.maximum(own, after) + 2 * ways(k) + 1e-7 * own
 
         value, stages = least_largest(len(at) - 1, n, 1, cost, both)
@@ -167,16 +157,18 @@ class Program:
         self, at: tuple[int, ...], asked: tuple[int, int] | None, first: bool, limit: float,
         speed: float, left: float, right: float, each: float,
     ) -> Tensor:  # fmt: skip
-        """What a step takes at least because of a stage from each boundary to each later one,
-        without transfers: infinite if it does not fit.
+        """The lower bounds of a step that has a stage from each boundary to each later one, without
+        transfers; infinite if the stage does not fit.
 
         Args:
             at: the boundaries.
-            asked: its slots and those of stage 0; None for as many as fit.
-            first: whether it is stage 0.
+            asked: the slots of the stage and of stage 0; None for as many as fit.
+            first: whether the stage is stage 0.
             limit: bytes of its device.
-            speed: of its device; ``left`` and ``right`` are those of the fastest beside it.
-            each: seconds for the transfers to its right, for a byte in each of them.
+            speed: the speed of its device.
+            left: the speed of the fastest device before it.
+            right: the speed of the fastest device after it.
+            each: seconds of the transfers after it, per byte of each transfer.
         """
         chain, m, run = self.chain, self.m, self._runs(at, first)
         f, b = run.forward / speed, run.backward / speed
@@ -186,7 +178,7 @@ class Program:
         best, taken = torch.full_like(f, math.inf), self.machine.host * f
 
         def over(q: Tensor, mode: Mode) -> Tensor:
-            # Where any slots are possible no more skips wait than are sure to.
+            # With any slots, a bound: only the skips that are sure to wait.
             q0 = torch.full_like(q, asked[1]) if asked and not first else q
             held = chain.held(run, q, q0, mode, taken)
             found: Tensor = held.most(q) - limit * _ROUNDED
@@ -196,7 +188,7 @@ class Program:
             q = torch.tensor(float(asked[0])) if asked else torch.full_like(f, self.count)
             more = over(q, mode)
             least = more if asked else over(torch.ones_like(f), mode)
-            for _ in range(0 if asked else 3):  # memory grows in two or three straight lines
+            for _ in range(0 if asked else 3):  # memory is linear in slots in 2 or 3 pieces
                 grows = ((more - least) / (q - 1).clamp(min=1)).clamp(min=1e-30)
                 fewer = torch.minimum(1 + (-least / grows).floor(), q - 1).clamp(min=1)
                 q = torch.where(more > 0, fewer, q)
@@ -222,22 +214,22 @@ def search(
     terms: Terms, *, chunks: Chunks = None, stages: int | None = None, improve: bool = True,
     boundaries: int = _BOUNDARIES,
 ) -> list[Draft]:  # fmt: skip
-    """The ways to run the layers under 1F1B that fit, the fastest first.
+    """The drafts under 1F1B that fit, the fastest first.
 
-    Best first: what is known of a number of micro-batches and one of stages is a step time that it
-    cannot fall short of. What is found for it depends on nothing but itself and the first devices:
-    so a plan on fewer devices is among those for more, and the numbers of micro-batches are the
-    same for any memory. One stage is one device that takes micro-batches one after another.
+    Numbers of micro-batches and stages are tried in the order of their lower bounds, until a bound
+    exceeds the best time. The drafts of one pair depend only on the pair and the first devices, so
+    the drafts for more devices include those for fewer. One stage runs micro-batches one after
+    another on one device.
 
-    The best of each cut, and of each choice of what its stages do with activations, are improved;
-    then what fits into less memory, what is cut anew for slots near those of the best of all as
-    long as that helps, and what single moves make of it.
+    The best draft of each cut and choice of modes is improved. Then follow drafts for less memory,
+    cuts for slots near those of the best draft while that helps, and single moves of the best.
 
     Returns:
-        The best for each number of stages that was not left out; empty if nothing fits.
+        The best draft for each number of stages, except for numbers that cannot be faster; empty if
+        nothing fits.
 
     Raises:
-        ValueError: such numbers of micro-batches or stages are not possible.
+        ValueError: a number of micro-batches or stages is impossible.
     """
     layers = len(terms.profile.layers)
     counts = _stage_counts(terms, stages)
@@ -277,7 +269,7 @@ def search(
             for one in sorted(best.values(), key=_rank)[:2] if before == math.inf else ():
                 found += _tighter(terms, one.form.m, one.form.n, boundaries, fastest)
         elif improve and gap and work > 0 and not moved:
-            # What single moves make hardly slower: with two it may be faster.
+            # Moves that make it hardly slower: a second move may make it faster.
             at_most = first.time * _HARDLY
             moves = (
                 terms.draft(one_f_one_b_form(m, slots or ()), balance, at_most=at_most)
@@ -291,8 +283,8 @@ def search(
 
 
 def _tighter(terms: Terms, m: int, n: int, boundaries: int, fastest: float) -> Iterator[Draft]:
-    """What fits into less and less memory, as long as something there may be as fast: else a plan
-    might be slower with more of it.
+    """The drafts for less and less memory, while their bound is below ``fastest``. Without them a
+    plan could be slower with more memory.
     """
     for part in _LESS if min(terms.machine.memory) < math.inf else ():
         memory = tuple([part * size for size in terms.machine.memory])
@@ -303,25 +295,25 @@ def _tighter(terms: Terms, m: int, n: int, boundaries: int, fastest: float) -> I
 
 
 def _stage_counts(terms: Terms, stages: int | None) -> list[int]:
-    """The numbers of stages to try; a ValueError if what the user wants is not possible."""
+    """The numbers of stages to try; ValueError if ``stages`` is impossible."""
     layers, devices = len(terms.profile.layers), len(terms.machine)
     every = [*range(1, min(layers, devices) + 1)]
     if stages is None or stages in every:
         return every if stages is None else [stages]
     raise ValueError(
-        f"stages={stages} is not possible with {devices} devices and {layers} layers: give it 1 to "
+        f"stages={stages} is impossible with {devices} devices and {layers} layers: give from 1 to "
         f"{every[-1]}"
     )
 
 
 def _rounded(bound: float) -> float:
-    """So that of what takes as long fewer micro-batches come first."""
+    """A bound without rounding errors, so that equal bounds are ordered by micro-batches."""
     return float(f"{bound * (1 - NOTICED):.9e}")
 
 
 def _families(n: int, m: int) -> list[Slots]:
-    """Slots of each stage: as many as fit (empty), those that hide transfers, what is halfway to
-    the textbook's, these, parts of them, and one.
+    """The choices of slots to try: as many as fit (empty), slots that hide transfers, halfway to
+    the textbook's ``n - s``, these, parts of them, and one.
     """
     more = [tuple(min(m, n - s + (n - s - 1) // part) for s in range(n)) for part in (1, 2)]
     less = [tuple(min(m, math.ceil((n - s) / part)) for s in range(n)) for part in _PARTS]
@@ -332,8 +324,8 @@ def _drafts(
     terms: Terms, program: Program, n: int, families: Iterable[Slots], enough: float,
     fastest: float = math.inf,
 ) -> list[Draft]:  # fmt: skip
-    """What fits of the cuts with the least bounds for these slots, with them and with others, as
-    many of them as fit the program; until one takes no longer than is enough.
+    """The drafts that fit, of the cuts with the least bounds for each of these choices of slots,
+    with several slots each; until a draft takes at most ``enough`` seconds.
     """
     m, found = program.count, list[Draft]()
     for slots in dict.fromkeys(families):
@@ -352,8 +344,8 @@ def _drafts(
 
 
 def _fitting(terms: Terms, balance: Balance, m: int, part: float, limits: Slots) -> Slots | None:
-    """For each stage as many slots as fit; never more than for the stage before. It stores, or
-    recomputes where storing leaves it with less than this part of them.
+    """As many slots as fit on each stage, at most those of the stage before; None if a stage does
+    not fit. A stage recomputes if it could store only less than ``part`` of its slots.
     """
     chain, slots = terms.chain(m), list[int]()
     for s, (i, j) in enumerate(ends_of(balance)):
@@ -371,11 +363,11 @@ def _fitting(terms: Terms, balance: Balance, m: int, part: float, limits: Slots)
 
 
 def search_orders(terms: Terms, **choice: Any) -> tuple[tuple[int, ...], list[Draft]]:
-    """The order of the devices with the fastest plan, and what :func:`search` found for it; the
-    order as given, and none, if nothing fits.
+    """The order of the devices with the fastest draft, and the result of :func:`search` for it; the
+    given order and an empty list if nothing fits.
 
-    Those of :meth:`.Machine.orders` are tried; where links are unlike, those in which single
-    devices that change places make the best plan faster, too.
+    Tries the orders of :meth:`.Machine.orders` and, if links differ, exchanges of two devices that
+    make the best draft faster.
     """
     machine = terms.machine
 
@@ -397,8 +389,8 @@ def search_orders(terms: Terms, **choice: Any) -> tuple[tuple[int, ...], list[Dr
 
 
 def _exchanged(terms: Terms, order: tuple[int, ...], found: list[Draft]) -> tuple[int, ...]:
-    """An order in which what was found is fastest, as far as two devices at a time change places;
-    from the one given, or that of the best links between as many devices.
+    """The order in which one of these drafts is fastest, by exchanges of two devices, from the
+    given order or the one along the best links.
     """
     machine, best = terms.machine, (math.inf, order)
     for draft in found[:3]:
@@ -426,8 +418,8 @@ def _exchanged(terms: Terms, order: tuple[int, ...], found: list[Draft]) -> tupl
 
 
 def improved(terms: Terms, draft: Draft, work: int) -> tuple[Draft, int]:
-    """A draft at least as good, by moving single layers and slots, under any schedule; and what is
-    left of the actions that may be played for it.
+    """A draft at least as good, by moves of single layers and slots under any schedule; and the
+    rest of ``work``, a budget of simulated actions.
     """
     actions, changed = sum(map(len, draft.form.schedule.actions)), draft.form.n > 1
     while changed:
@@ -445,10 +437,11 @@ def improved(terms: Terms, draft: Draft, work: int) -> tuple[Draft, int]:
 
 
 def _neighbours(terms: Terms, draft: Draft) -> Iterator[tuple[Balance, Slots | None]]:
-    """Other slots under 1F1B: a few more or fewer on one stage, and so that none has more than the
-    one before it; one more or fewer on several, from the first on. Other balances: a layer from one
-    stage to another, boundaries between move along; under 1F1B with the same slots, and with as
-    many of them as fit without recomputation.
+    """Other slots and balances.
+
+    Slots, under 1F1B: a few more or fewer on one stage (no stage has more than the one before it),
+    or one more or fewer on all stages up to one. Balances: a layer moves to another stage and all
+    boundaries between move along; under 1F1B with the same slots, and with as many as fit.
     """
     balance, slots, n, m = draft.balance, draft.form.slots, draft.form.n, draft.form.m
     for s in range(n) if slots else ():
@@ -477,14 +470,14 @@ def _neighbours(terms: Terms, draft: Draft) -> Iterator[tuple[Balance, Slots | N
 
 # -- other schedules -------------------------------------------------------------------------------
 
-#: Asks for the fastest plan, whatever its schedule; and for a schedule made to measure.
+#: The names for the fastest of all schedules, and for a schedule made to measure.
 ANY, AUTO = "any", "auto"
 
 _LINE = "a stage on each device"
 _ROUNDS = "two stages or more on each device"
 _V = "two stages on each device"
-#: What schedules are called in the papers, and where they want their stages: one on each device,
-#: several going round, or two, there and back.
+#: The title of each schedule in its paper, and the places of its stages: one on each device,
+#: several in rounds, or two in a V.
 LAYOUTS = {
     "gpipe": ("GPipe", _LINE),
     "interleaved_1f1b": ("interleaved 1F1B", _ROUNDS),
@@ -502,22 +495,22 @@ TITLES = {"1f1b": "1F1B"} | {name: title for name, (title, _) in LAYOUTS.items()
 
 
 def check_schedule(schedule: Any) -> None:
-    """Refuses what there are no plans for: a TypeError for no name, a ValueError for another."""
+    """Raise TypeError if ``schedule`` is not a name, ValueError if the planner lacks it."""
     names = (*TITLES, ANY)
     if schedule is not None and schedule not in names:
         kind = ValueError if isinstance(schedule, str) else TypeError
-        raise kind(f"schedule={schedule!r}: plans are made for the names {', '.join(names)}")
+        raise kind(f"schedule={schedule!r} is not one of the names {', '.join(names)}")
 
 
 def choose(
     terms: Terms, schedule: str | None, *, chunks: Chunks, stages: int | None, replicas: bool
 ) -> tuple[tuple[int, ...], Draft]:
-    """The order of the devices, and the plan, under a schedule by name (None for 1F1B), or with
-    stages that several devices share.
+    """The order of the devices and the best draft, under a schedule by name (None for 1F1B), or
+    with replicas of stages.
 
     Raises:
-        NoPlan: nothing fits into memory; it says what would.
-        ValueError: an argument does not fit.
+        NoPlan: nothing fits into memory; the message names what would fit.
+        ValueError: the schedule is impossible with these devices and layers.
     """
     usual, order = schedule in (None, "1f1b"), tuple(range(len(terms.machine)))
     choice: dict[str, Any] = {"chunks": chunks, "stages": stages if usual else None}
@@ -537,22 +530,21 @@ def choose(
         if not made and (found or schedule not in (ANY, AUTO)):
             wanted = f" stages={stages} with" if stages is not None else ""
             raise ValueError(
-                f"{how} is not possible for{wanted} {len(order)} devices and "
-                f"{len(terms.profile.layers)} layers: it needs {LAYOUTS[schedule][1]}, none of "
-                "them empty"
+                f"{how} is impossible for{wanted} {len(order)} devices and "
+                f"{len(terms.profile.layers)} layers: it needs {LAYOUTS[schedule][1]}, none empty"
             )
     best = min(made, key=_rank, default=None)
     if best is None or (best.excess > 1 and (schedule == ANY or not found)):
         text = f"no plan fits {len(order)} devices and batch_size={terms.batch_size}"
         raise NoPlan(shortage(terms, **choice) or text)
     if best.excess > 1:
-        ways = [f"leave out {how}, for plain 1F1B takes the least"]
-        raise NoPlan(_nearest(there, best, f" with {how} that was looked at", ways))
+        ways = [f"leave out {how}, because plain 1F1B needs the least"]
+        raise NoPlan(_nearest(there, best, f" with {how} that was tried", ways))
     return order, best
 
 
 def _nearest(terms: Terms, draft: Draft, how: str, ways: Sequence[str]) -> str:
-    """What comes nearest to fitting, by how much it misses, and what would make it fit."""
+    """A message: the draft that is nearest to fitting, the bytes it lacks, and the ways to fit."""
     machine, layers = terms.machine, terms.profile.layers
     d = max(range(draft.form.devices), key=lambda d: draft.on_device[d] / machine.memory[d])
     needs, has, own = draft.on_device[d], machine.memory[d], draft.form.stages_of[d]
@@ -563,19 +555,19 @@ def _nearest(terms: Terms, draft: Draft, how: str, ways: Sequence[str]) -> str:
     what = f"stage {own[0]}" if len(own) == 1 else f"stages {', '.join(map(str, own))}"
     modes = {"store": "", "recompute": ", recomputing its forward", "offload": ", offloading"}
     return (
-        f"no plan{how} fits into memory. Nearest comes balance={list(draft.balance)} with "
+        f"no plan{how} fits into memory. Nearest is balance={list(draft.balance)} with "
         f"chunks={draft.form.m} under {draft.form.name!r}: {what} ({' and '.join(told)}) needs "
         f"{in_bytes(needs, up=True)}{modes[draft.modes[own[0]]]}, {in_bytes(needs - has, up=True)} "
-        f"more than the {in_bytes(has)} of {machine.names[d]}. What would make it fit: "
+        f"more than the {in_bytes(has)} of {machine.names[d]}. It would fit with "
         f"{', or '.join(ways)}"
     )
 
 
 def shared(terms: Terms, chunks: Chunks = None) -> tuple[tuple[int, ...], Draft]:
-    """The best plan under 1F1B in which devices that are alike share stages, and the order of the
-    devices: what fits first, then what is fastest.
+    """The order of the devices and the best draft under 1F1B in which devices of one kind share
+    stages.
 
-    Where links are unlike, neighbours share a stage, or devices as far from each other as can be.
+    If links differ, the devices of a stage are neighbours, or a fixed distance apart.
     """
     devices, best = len(terms.machine), list[tuple[Any, tuple[int, ...], Draft]]()
     strides = [k for k in range(1, devices) if devices % k == 0]
@@ -602,8 +594,8 @@ def shared(terms: Terms, chunks: Chunks = None) -> tuple[tuple[int, ...], Draft]
 
 
 def _layouts(terms: Terms, m: int) -> Iterator[tuple[tuple[int, ...], Balance]]:
-    """Numbers of devices of the stages, and cuts: all of them if these are few, or those whose most
-    costly stage costs least, for up to so many devices that share one.
+    """Pairs of replicas and balance to try: all pairs if there are few, else those whose most
+    costly stage costs least, for several limits on the devices that share a stage.
     """
     layers, devices = len(terms.profile.layers), len(terms.machine)
     numbers = range(1, min(layers, devices) + 1)
@@ -639,11 +631,11 @@ def variants(
     terms: Terms, found: Sequence[Draft], names: Iterable[str], sizes: Sequence[tuple[int, int]],
     work: int = _SHORT, stages: int | None = None,
 ) -> list[Draft]:  # fmt: skip
-    """For each schedule the fastest plan that fits, or what comes nearest to fitting; without those
-    that cannot be laid out on the devices, or take too long to be made to measure.
+    """The fastest draft that fits, or the nearest to fitting, for each schedule. Leaves out
+    schedules that the devices or stages rule out, and ``"auto"`` if it would take too long.
 
-    ``found`` are plans under 1F1B, the fastest first; ``sizes`` the numbers of devices and
-    micro-batches to try. For each schedule so many actions may be played.
+    ``found``: drafts under 1F1B, the fastest first. ``sizes``: the numbers of devices and
+    micro-batches to try. ``work``: simulated actions for each schedule.
     """
     names, found = [*names], [draft for draft in found if len(draft.balance) > 1]
     best = dict[str, Draft]()
@@ -679,10 +671,10 @@ def variants(
 def _sizes(
     terms: Terms, found: Sequence[Draft], chunks: Chunks, stages: int | None
 ) -> list[tuple[int, int]]:
-    """Devices and micro-batches to try: those of the plans found, some fewer and more."""
+    """The numbers of devices and micro-batches to try, near those of the drafts in ``found``."""
     most, counts = len(terms.machine), chunk_counts(terms.batch_size, chunks)
     devices = {most, *(draft.form.devices for draft in found[:2])}
-    if stages is not None:  # of which a device may have several
+    if stages is not None:  # a device may have several stages
         devices = {p for p in range(1, most + 1) if stages % p == 0}
     if chunks is None:
         counts = tuple(m for m in counts if m * most <= _CELLS) or counts[:1]
@@ -693,8 +685,8 @@ def _sizes(
 
 
 def _starts(terms: Terms, form: Form, found: Sequence[Draft]) -> Iterator[Balance]:
-    """Cuts of even time and of even memory; what the search found for as many devices, with a layer
-    for each stage that is left: so what takes long to send crosses no more often than there.
+    """The cuts to begin with: of even time, of even memory, and those of ``found`` for as many
+    devices, extended by one layer for each further stage to avoid new slow transfers.
     """
     sums, n, layers = terms.chain(form.m).sums, form.n, len(terms.profile.layers)
     held = list(map(sum, zip(sums["fixed"], sums["stored"], strict=True)))
@@ -709,7 +701,7 @@ def _starts(terms: Terms, form: Form, found: Sequence[Draft]) -> Iterator[Balanc
 
 
 def _made_to_measure(terms: Terms, start: Draft) -> Iterator[Draft]:
-    """Schedules for a cut that fits: its own, and one made to measure; those that fit, too."""
+    """The drafts that fit for a cut: with its own schedule, and with one made to measure."""
     form = start.form
     made = [replace(form.schedule, name=AUTO)]
     stages = terms.stages(form, start.balance, start.modes)
@@ -717,7 +709,7 @@ def _made_to_measure(terms: Terms, start: Draft) -> Iterator[Draft]:
     for own, limit in zip(form.stages_of, terms.machine.memory, strict=False):
         base = sum(stages[j].fixed for j in own) + max(stages[j].transient for j in own)
         limits.append(max(0.0, limit - base))
-    with suppress(ValueError):  # its account of memory is on the safe side
+    with suppress(ValueError):  # auto() may find that nothing fits: it overestimates memory
         made.append(auto(
             form.m,
             form.device_of,
@@ -739,8 +731,8 @@ def _made_to_measure(terms: Terms, start: Draft) -> Iterator[Draft]:
 
 
 def _least_share(terms: Terms, m: int, n: int) -> tuple[float, Balance]:
-    """The largest share of memory that a stage takes of its device, with one slot each, in the cut
-    into ``n`` where that is least; and the cut.
+    """The least possible peak share of memory of any device, for ``n`` stages with one slot each;
+    and its cut.
     """
     chain, machine, count = terms.chain(m), terms.machine, len(terms.profile.layers)
     at = (*range(0, count, max(1, min(-(-count // _MOST_BOUNDARIES), count // n))), count)
@@ -760,22 +752,21 @@ def _least_share(terms: Terms, m: int, n: int) -> tuple[float, Balance]:
 
 
 def shortage(terms: Terms, *, chunks: Chunks = None, stages: int | None = None) -> str | None:
-    """Why :func:`search` finds nothing, with the same arguments; None if there is a plan that fits.
+    """Why :func:`search` finds nothing, with the same arguments; None if a plan fits.
 
-    The least memory is taken with the smallest micro-batches, one slot for each stage, and with
-    recomputation or offload where that helps; so only these are looked at. It says what comes
-    nearest to fitting, and what would fit: more memory, the fewest devices like these (up to 64), a
-    smaller mini-batch.
+    Considers the smallest micro-batches, one slot for each stage, and the mode with the least
+    memory. The message names the draft that is nearest to fitting and what would fit: more memory,
+    more such devices (up to 64), a smaller mini-batch.
 
     Raises:
-        ValueError: an argument does not fit.
+        ValueError: a number of micro-batches or stages is impossible.
     """
     machine, layers, batch = terms.machine, terms.profile.layers, terms.batch_size
     counts = _stage_counts(terms, stages)
     wanted = () if chunks is None else chunk_counts(batch, chunks)
 
     def nearest(batch_size: int) -> tuple[float, int, Balance]:
-        """The share of memory, micro-batches and balance of what comes nearest."""
+        """The share of memory, the micro-batches and the balance nearest to fitting."""
         smaller = terms.on(machine, batch_size)
         asked = [m for m in wanted if batch_size % m == 0] or None
         m = max(chunk_counts(batch_size, asked))
@@ -796,7 +787,7 @@ def shortage(terms: Terms, *, chunks: Chunks = None, stages: int | None = None) 
         some = range(1, min(_MOST_DEVICES, len(layers)) + 1)
         k = bisect_left(some, True, key=lambda n: _least_share(many, m, n)[0] <= 1)
         ways += [f"{n} such devices" for n in some[k : k + 1]]
-    # Memory grows with the mini-batch: the first that does not fit, counted in micro-batches.
+    # Memory grows with the mini-batch: find the first that does not fit, in micro-batches.
     step = max(wanted or (1,))
     k = bisect_left(range(step, batch, step), True, key=lambda size: nearest(size)[0] > 1)
     ways += [f"batch_size={k * step}"] * (k > 0)
