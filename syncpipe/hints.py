@@ -35,7 +35,10 @@ _STAGES = "there are as many stages as in balance=[...], or in devices= with bal
 _CHUNKS = "the number of micro-batches is chunks="
 #: Answers to arguments of other libraries.
 _ARGUMENTS = {
-    **dict.fromkeys(("num_stages", "n_stages", "stages"), _STAGES),
+    **dict.fromkeys(("num_stages", "n_stages", "stages", "topology"), _STAGES),
+    **dict.fromkeys(("worker_map", "group", "style"), "a pipe is one process: devices= names all"),
+    "input_device": "move the input there: input.to(pipe.devices[0])",
+    "split_spec": "balance=[...] is the number of layers of each stage",
     **dict.fromkeys(("micro_batches", "microbatches", "n_microbatches"), _CHUNKS),
     **dict.fromkeys(("num_microbatches", "gradient_accumulation_steps"), _CHUNKS),
     "activation_checkpoint_interval": "checkpoint= selects micro-batches, or layers",

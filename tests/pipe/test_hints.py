@@ -36,6 +36,11 @@ def a_pipe(**options: Any) -> Pipe:
 MEANT = [
     ("Pipe", "num_stages", r"balance=\[\.\.\.\]"),
     ("Pipe", "partition_method", "balance='parameters'"),
+    ("Pipe", "topology", r"balance=\[\.\.\.\]"),
+    ("Pipe", "worker_map", "devices= names all"),
+    ("Pipe", "style", "one process"),
+    ("Pipe", "input_device", r"input\.to\(pipe\.devices\[0\]\)"),
+    ("Pipe", "split_spec", r"balance=\[\.\.\.\]"),
     ("Pipe", "loss_fn", "pipe.train_batch"),
     ("Pipe", "activation_checkpoint_interval", "checkpoint="),
     ("Pipe", "gradient_accumulation_steps", "chunks="),
