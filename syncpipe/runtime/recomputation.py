@@ -105,8 +105,8 @@ class Changes:
     """What the forwards of one stage change in its modules; lives as long as the pipe."""
 
     def __init__(self, root: nn.Module) -> None:
-        self.lock = forkable_lock()  #: held during runs of the stage if ``any`` is set
-        self.any = False  #: whether two concurrent runs of the stage may ever disturb each other
+        self.lock = forkable_lock()  #: held during runs of the stage if ``needs_lock`` is set
+        self.needs_lock = False  #: whether concurrent runs of the stage may disturb each other
         self.renorming: list[nn.Module] = []  #: the embeddings with ``max_norm``
         #: For each of their living weights how often forwards modified it.
         self.renormed: MutableMapping[Tensor, int] = WeakTensorKeyDictionary()
@@ -177,7 +177,7 @@ class Changes:
             and isinstance(module, (nn.Embedding, nn.EmbeddingBag))
             and module.max_norm is not None
         ]
-        self.any |= bool(self.owners or self.renorming)
+        self.needs_lock |= bool(self.owners or self.renorming)
 
 
 class ModuleState:
@@ -484,7 +484,7 @@ class Recomputation:
         made: dict[int, Tensor] = {}
         changes = self.modules.changes
         swaps = list(self.modules.swaps(self._where, epoch))
-        changes.any |= bool(swaps)
+        changes.needs_lock |= bool(swaps)
         for (module, name), buffer, version, copy, _ in self._noted:
             changed = (module, name) in self._changed
             if copy is not None and (changed or version_of(buffer) != version):

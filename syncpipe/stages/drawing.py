@@ -50,7 +50,7 @@ class Drawing:
         self.backward_draws: int | None = None
         self.trusted = False
         self._touches = False  # whether a forward read or set the state of a generator
-        self._late = frozenset(self.stage.late if run.grad else ())
+        self._late = frozenset(self.stage.late_layers if run.grad else ())
         self._deterministic = list(map(never_draws, self.stage.partition._modules.values()))
 
     @property
@@ -103,16 +103,16 @@ class Drawing:
                 self.draws[k] = seen.draws if first else self.draws[k] | seen.draws
                 self._note_touches(seen)
                 if first:
-                    stage.late.discard(k)
+                    stage.late_layers.discard(k)
                 elif seen.draws:
-                    stage.late.add(k)
+                    stage.late_layers.add(k)
         else:
             value = layer(value)
         if drawn is not None and not recomputing:
             drawn[k] = self.draws[k], (fingerprint(value), ends)
         elif expected is not None and not _is_same(expected, (fingerprint(value), ends)):
-            stage.late.add(k)
-            stage.drew.clear()  # trusted draws were wrong
+            stage.late_layers.add(k)
+            stage.draws_by_mode.clear()  # trusted draws were wrong
             raise RuntimeError(_DIFFERS.format(stage.describe_layer(k)))
         return value
 

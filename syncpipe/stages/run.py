@@ -106,7 +106,7 @@ class StageRun:
             owners: for each tensor of the inputs its ownership flags (``inplace``); empty: all 0.
             target: the target that came with the caller's inputs.
         """
-        plain = not (owners or self.stage.changes.any or profiler._is_profiler_enabled)
+        plain = not (owners or self.stage.changes.needs_lock or profiler._is_profiler_enabled)
         if plain and not (self.first and self.writes):
             outputs = self.cell(i, inputs, None, False)  # mostly
             self.forwards_done[0] += self._counts
@@ -178,7 +178,7 @@ class StageRun:
     def locked(self, run: Callable[..., _T], *args: Any) -> _T:
         """Runs a function that may use the buffers of this stage, under its lock."""
         changes = self.stage.changes
-        if not changes.any or OUTERMOST.get() is not None:
+        if not changes.needs_lock or OUTERMOST.get() is not None:
             return run(*args)
         with changes.lock:
             token = OUTERMOST.set(changes.lock)

@@ -73,7 +73,7 @@ def use_substitutes(
     for each in run.all:
         each.substitute_of, each.shallow = substitute_of, shallow.get(each.stage)
         each.swaps = [] if each.shallow else swaps_of(each.partition, substitute_of)
-        each.stage.changes.any = True  # all threads see the modules
+        each.stage.changes.needs_lock = True  # all threads see the modules
 
 
 def swaps_of(partition: nn.Module, substitute_of: dict[int, Tensor]) -> list[Swap]:
@@ -406,10 +406,10 @@ class CallReplicas:
             for m in run.partition.modules()
         ]
         mode = (run.grad, *kinds)
-        trusted = all(mode in each.stage.drew for each in run.all)
+        trusted = all(mode in each.stage.draws_by_mode for each in run.all)
         self._draws.append((owner, run, mode, trusted))
         for each in run.all if trusted else ():
-            each.drawing.trusted, each.drawing.draws = True, list(each.stage.drew[mode])
+            each.drawing.trusted, each.drawing.draws = True, list(each.stage.draws_by_mode[mode])
         if trusted and not (owner.stage.backward_draws or run.stage.backward_draws):
             run.drawing.backward_draws = 0
 
@@ -443,8 +443,8 @@ class CallReplicas:
         for owner, run, mode, trusted in self._draws:
             for one, other in zip(owner.all, run.all, strict=True):
                 draws = list(map(or_, one.drawing.draws, other.drawing.draws))
-                known = other.stage.drew.get(mode, draws)
-                other.stage.drew[mode] = draws
+                known = other.stage.draws_by_mode.get(mode, draws)
+                other.stage.draws_by_mode[mode] = draws
                 pairs = enumerate(zip(draws, known, strict=True))
                 drew = [
                     one.stage.describe_layer(k)

@@ -65,9 +65,9 @@ class Stage:
     Attributes:
         index: the index in ``Pipeline.stages``, which has all replicas as well.
         commits: whether its run moves running statistics; replicas leave that to the call.
-        late: the layers that first drew in a later micro-batch of a call.
+        late_layers: the layers that first drew in a later micro-batch of a call.
         backward_draws: bit mask of the generators that backwards of the last call drew from.
-        drew: for replicas, by the modes of modules, for each layer the generators it drew from.
+        draws_by_mode: for replicas, by the modes of modules, the ``Drawing.draws`` of a call.
         changes: the changes of its modules by forwards.
         seen: the modes in which it has run.
     """
@@ -93,9 +93,9 @@ class Stage:
         self.defers = partition.defers and any(isinstance(m, DeferredBatchNorm) for m in modules)
         self.commits = self.defers and parent is None
         self.generators = Generators(device)
-        self.late: set[int] = set()
+        self.late_layers: set[int] = set()
         self.backward_draws = 0
-        self.drew: dict[Any, list[int]] = {}
+        self.draws_by_mode: dict[Any, list[int]] = {}
         self.compares_later = any(isinstance(m, torch.jit.ScriptModule) for m in modules)
         self.seen: set[Any] = set()
         self._units: tuple[Any, list[tuple[Stage, bool]]] = (None, [])
@@ -142,7 +142,7 @@ class Stage:
         if self._units[0] != spans:
             self._units = spans, list(self._cut(spans))
             # Backward recomputes units, so the stage's lock must come before those of generators.
-            self.changes.any = True
+            self.changes.needs_lock = True
         return self._units[1]
 
     def _cut(self, spans: tuple[tuple[int, int], ...]) -> Iterator[tuple[Stage, bool]]:

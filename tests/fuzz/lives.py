@@ -304,7 +304,9 @@ class Life:
                     run()
                 for new, old in zip(fresh._build().stages, pipe._build().stages, strict=True):
                     for stage in _pieces(new):  # a lock that threads may need since then
-                        stage.changes.any |= any(piece.changes.any for piece in _pieces(old))
+                        stage.changes.needs_lock |= any(
+                            piece.changes.needs_lock for piece in _pieces(old)
+                        )
                 taken.append((large.made, min(_python_calls(run) for _ in range(2))))
             assert taken[1] <= taken[0], f"(copies, calls): {taken[1]}, of a fresh pipe {taken[0]}"
             assert not large.made
