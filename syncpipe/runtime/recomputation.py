@@ -316,7 +316,7 @@ def copy_of(buffer: Tensor, made: dict[int, Tensor]) -> Tensor:
     return made[id(buffer)]
 
 
-def _memory_sums(buffer: Tensor) -> Tensor | None:
+def _sums(buffer: Tensor) -> Tensor | None:
     """Sums over the memory of a buffer, to see changes; None where no memory can be read."""
     if type(buffer) is not Tensor or not torch._C._has_storage(buffer) or buffer.is_meta:
         return None
@@ -380,7 +380,7 @@ class Recomputation:
         known = may_keep or place in modules.changes.steady
         if not buffer.requires_grad and (place in modules.expected or not known):
             copy = modules.version(buffer, version)
-        sums = _memory_sums(buffer) if modules.first else None
+        sums = _sums(buffer) if modules.first else None
         self._noted.append(_BufferNote(place, buffer, version, copy, sums))
 
     def forward(
@@ -416,11 +416,7 @@ class Recomputation:
         for place, buffer, version, copy, sums in self._noted:
             if version_of(buffer) != version:
                 self._changed.add(place)
-            elif (
-                buffer is None
-                or sums is None
-                or torch.equal(sums, cast("Tensor", _memory_sums(buffer)))
-            ):
+            elif buffer is None or sums is None or torch.equal(sums, cast("Tensor", _sums(buffer))):
                 changes.steady.add(place)
                 continue
             else:
