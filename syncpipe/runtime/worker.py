@@ -54,18 +54,14 @@ class Worker:
 
     def lane(self) -> DeviceStreams:
         """Return the device and streams of one call; must run on the caller's thread."""
+        if self._given is None and self.device.type in ("cpu", "meta"):
+            return DeviceStreams(self.device)
         if self._made is None:
-            backend = self._given
-            if backend is None and self.device.type not in ("cpu", "meta"):
-                backend = AcceleratorStreams(self.device)
-            if backend is None:
-                self._made = (None, None, None, None)
-            else:
-                compute = backend.new() if self._private else None
-                self._made = (backend, compute, backend.new(), backend.new())
+            backend = AcceleratorStreams(self.device) if self._given is None else self._given
+            compute = backend.new() if self._private else None
+            self._made = (backend, compute, backend.new(), backend.new())
         backend, compute, outbound, inbound = self._made
-        if backend is not None and compute is None:
-            compute = backend.current()
+        compute = backend.current() if compute is None else compute
         return DeviceStreams(self.device, backend, compute, outbound, inbound)
 
     def host_streams(self) -> tuple[Any, Any]:
