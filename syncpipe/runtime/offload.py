@@ -8,8 +8,8 @@ host on the stream ``out``, and back on the stream ``back``, a few tensors befor
     back                             |w copy  | copy |e
 
 Whole storages are copied, so views share one copy, and a restored tensor has its original strides
-and alignment, so that kernels compute as they would have. Parameters, buffers, small tensors and
-tensor subclasses stay on the device.
+and alignment, so that kernels compute as they would have. Parameters, buffers, small tensors, and
+tensors that are not plain and strided stay on the device.
 
 The host runs ahead of the device and learns late that a copy is done. So the compute stream owns
 all device memory here: it allocates and frees it, and waits for copies to the host when more than a
@@ -53,11 +53,9 @@ class Offload:
         self._known: dict[tuple[int, int], weakref.ref[_Copy]] = {}  # by storage and version
 
     def set_backward_order(self, order: Sequence[int]) -> None:
-        """Sets the order in which micro-batches run backward."""
         self._following = dict(pairwise(order))
 
     def wrap_forward(self, run: Callable[..., Any]) -> Callable[..., Any]:
-        """Wraps the forward of a micro-batch, to offload its activations."""
 
         def offloading(i: int, *args: Any) -> Any:
             disabled = torch._C._autograd._saved_tensors_hooks_get_disabled_error_message()
