@@ -297,7 +297,7 @@ class Last(nn.Module):
 
 #: What PyTorch itself refuses when it is recomputed, and what it does not see.
 REFUSED = {
-    (nn.GRU, "addmm"): "counts no versions",
+    (nn.GRU, "addmm"): "through a view without versions",
     (nn.GRU, "add"): "has been mutated",
     (nn.RNN, "addmm"): "has been mutated",
 }
