@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import traceback
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
@@ -158,9 +159,18 @@ class StageRecomputation:
             return without_generators(partial(let_modules_hold, drawing, run_again))
 
         like = torch.empty(0, device=self.stage.device)  # shows `checkpoint` the device type
-        return checkpoint(
-            run, like, use_reentrant=False, preserve_rng_state=False, early_stop=False
-        )
+        try:
+            return checkpoint(
+                run, like, use_reentrant=False, preserve_rng_state=False, early_stop=False
+            )
+        except BaseException as error:
+            # Before 2.13 its hooks stay on this thread until the traceback dies, on any thread.
+            for frame, _ in traceback.walk_tb(error.__traceback__):
+                if frame.f_globals.get("__name__") == checkpoint.__module__ and (
+                    generator := frame.f_locals.get("gen")
+                ):
+                    generator.close()
+            raise
 
 
 def in_units(parent: Any, i: int, value: Any) -> Any:
