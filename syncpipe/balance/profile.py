@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import MISSING, asdict, dataclass, field, fields, replace
 from itertools import pairwise
 from numbers import Real
@@ -19,7 +19,7 @@ from typing import Any, TypeVar
 
 from syncpipe.words import columns, count, in_bytes
 
-__all__ = ["LayerProfile", "Profile", "SkipProfile", "interpolate", "interpolate_all"]
+__all__ = ["LayerProfile", "Profile", "SkipProfile", "interpolate"]
 
 #: A number for each size of the micro-batch, in samples.
 BySize = Mapping[int, float]
@@ -287,29 +287,15 @@ class Profile:
         return self.table()
 
 
-def interpolate_all(every: Iterable[BySize], samples: float) -> Iterator[float]:
-    """:func:`interpolate` for many mappings of the same sizes; 0 for empty ones."""
-    sizes: list[int] = []
-    for numbers in every:
-        sizes = sizes or sorted(numbers)
-        a, b = next(((a, b) for a, b in pairwise(sizes) if a < samples < b), (0, 0))
-        if not numbers:
-            yield 0.0
-        elif a:
-            yield numbers[a] + (numbers[b] - numbers[a]) * (samples - a) / (b - a)
-        else:
-            yield interpolate(numbers, samples)
-
-
 def interpolate(numbers: BySize, samples: float) -> float:
-    """A number for a size that may not have been measured.
+    """A number for a size that may not have been measured; 0 if ``numbers`` is empty.
 
     Between two sizes it is linear. Beyond all it goes on from the nearest size with the slope of
     the line that fits all best. With one size it is proportional; below all at least proportional,
     as fewer samples are never faster per sample.
     """
-    if samples in numbers:
-        return numbers[int(samples)]
+    if samples in numbers or not numbers:
+        return numbers.get(int(samples), 0.0)
     sizes = sorted(numbers)
     if len(sizes) == 1:
         return numbers[sizes[0]] * samples / sizes[0]

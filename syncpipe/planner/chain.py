@@ -37,7 +37,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from syncpipe.balance.profile import Profile, interpolate, interpolate_all
+from syncpipe.balance.profile import Profile, interpolate
 from syncpipe.planner.machine import Machine
 from syncpipe.schedules.player import Costs
 
@@ -163,7 +163,7 @@ class Chain:
         layers = profile.layers
 
         def numbers(what: str) -> tuple[float, ...]:
-            return tuple(interpolate_all((getattr(layer, what) for layer in layers), samples))
+            return tuple([interpolate(getattr(layer, what), samples) for layer in layers])
 
         given, backward = profile.input_bytes, numbers("backward")
         shares = [_HALF if x.weight_share is None else x.weight_share for x in layers]
@@ -178,7 +178,7 @@ class Chain:
         return cls(
             forward=numbers("forward"),
             backward=backward,
-            inputs=(interpolate(given, samples) if given else 0.0, *outputs),
+            inputs=(interpolate(given, samples), *outputs),
             stored=stored,
             shared=numbers("shared_bytes"),
             fixed=tuple(layer.memory(param_scale) for layer in layers),
@@ -187,7 +187,7 @@ class Chain:
             ),
             interpreter=tuple(layer.interpreter for layer in layers),
             peaks=numbers("peak_bytes") if all(layer.peak_bytes for layer in layers) else (),
-            batch=interpolate(given, batch_size) if given else 0.0,
+            batch=interpolate(given, batch_size),
             ties=profile.ties,
             trained=trained,
             update=tuple([update * size for size in trained]),

@@ -77,7 +77,7 @@ def auto(
         rematerialized: for each stage how many micro-batches, the first ones, are recomputed.
         activations: for each stage the memory of a micro-batch from its forward to the end of its
             backward or weight half. Default 1: memory counts micro-batches.
-        inputs: the same for a recomputed micro-batch until its backward. Default: the same.
+        inputs: the memory of a recomputed micro-batch until its backward. Default: ``activations``.
         memory: for each device, or for all, the limit of activations, in the same unit. Default:
             what ``"1f1b"`` takes, or with ``split`` what ``"zb_h1"`` takes if that is more.
         split: whether backwards may be split into two halves.
