@@ -30,8 +30,8 @@ from benchmarks.peers import linear_task, resnext_task, transformer_task
 from benchmarks.tasks import LOOP, Peer, Task, check, plain, trained
 from syncpipe import Pipe
 from syncpipe.balance.profile import LayerProfile, Profile, SkipProfile
+from syncpipe.planner.candidates import Problem, one_f_one_b_shape
 from syncpipe.planner.chain import Chain, chunk_counts
-from syncpipe.planner.draft import Terms, one_f_one_b_form
 from syncpipe.planner.machine import Machine
 from syncpipe.planner.search import search
 
@@ -127,7 +127,7 @@ def case(kind: str, seed: int) -> tuple[Profile, Machine, int]:
 
 def everything(profile: Profile, machine: Machine, batch: int) -> Iterator[float]:
     """The step times of all plans that fit: any cut, number of micro-batches and slots."""
-    terms = Terms(profile, machine, batch, PARAM_SCALE)
+    problem = Problem(profile, machine, batch, PARAM_SCALE)
     count = len(profile.layers)
     for m in chunk_counts(batch):
         for n in range(1, min(count, len(machine)) + 1):
@@ -135,15 +135,15 @@ def everything(profile: Profile, machine: Machine, batch: int) -> Iterator[float
                 balance = tuple(b - a for a, b in pairwise((0, *borders, count)))
                 some = combinations_with_replacement(range(m, 0, -1), n)
                 for slots in some if n > 1 else [(1,)]:
-                    draft = terms.draft(one_f_one_b_form(m, slots), balance)
-                    if draft is not None and draft.excess <= 1:
-                        yield draft.time
+                    candidate = problem.evaluate(one_f_one_b_shape(m, slots), balance)
+                    if candidate is not None and candidate.excess <= 1:
+                        yield candidate.time
 
 
 def compared(profile: Profile, machine: Machine, batch: int) -> float | None:
     """The time of the plan over the best; None if nothing fits."""
     best = min(everything(profile, machine, batch), default=math.inf)
-    found = search(Terms(profile, machine, batch, PARAM_SCALE))
+    found = search(Problem(profile, machine, batch, PARAM_SCALE))
     assert bool(found) == (best < math.inf)
     return found[0].time / best if found else None
 

@@ -9,7 +9,7 @@ from itertools import pairwise
 from typing import Any
 
 from syncpipe.balance import balance_cost
-from syncpipe.planner.draft import Draft, Form, Terms
+from syncpipe.planner.candidates import Candidate, Problem, ScheduleShape
 from syncpipe.planner.search import TITLES, search, shared, variants
 from syncpipe.schedules import gpipe
 from syncpipe.words import count, duration, in_bytes
@@ -37,42 +37,44 @@ class Alternative:
     time: float | None
     note: str = ""
     instead: str = ""
-    draft: Draft | None = field(default=None, repr=False)
+    draft: Candidate | None = field(default=None, repr=False)
 
     def as_dict(self) -> dict[str, Any]:
         """Return numbers and strings, for JSON: seconds, and bytes on the fullest device."""
         found: dict[str, Any] = {"name": self.name, "pipeline": not self.instead}
         found |= {"fits": self.time is not None, "time": self.time, "note": self.note}
-        if (draft := self.draft) is not None:
-            found |= {"schedule": draft.form.name, "memory": max(draft.on_device)}
-            found |= {"balance": list(draft.balance), "chunks": draft.form.m}
+        if (candidate := self.draft) is not None:
+            found |= {"schedule": candidate.shape.name, "memory": max(candidate.on_device)}
+            found |= {"balance": list(candidate.balance), "chunks": candidate.shape.m}
         return found
 
 
-def alternatives_of(terms: Terms, chosen: Draft) -> tuple[Alternative, ...]:
+def alternatives_of(problem: Problem, chosen: Candidate) -> tuple[Alternative, ...]:
     """An equal split, torchgpipe's way, one device, stages with replicas, data parallelism."""
-    machine, found = terms.machine, list[Alternative]()
-    devices, layers, draft = len(machine), len(terms.profile.layers), chosen
-    n, m = len(chosen.balance), chosen.form.m
-    if n > 1 and (chosen.form.slots or chosen.form.name == "gpipe"):
-        times = [b - a for a, b in pairwise(terms.chain(m).sums["time"])]
-        equal = terms.draft(chosen.form, balance_cost([1] * layers, n))
-        even = terms.draft(Form(gpipe(m, n)), balance_cost(times, n), ["recompute"] * n)
+    machine, found = problem.machine, list[Alternative]()
+    devices, layers, candidate = len(machine), len(problem.profile.layers), chosen
+    n, m = len(chosen.balance), chosen.shape.m
+    if n > 1 and (chosen.shape.slots or chosen.shape.name == "gpipe"):
+        times = [b - a for a, b in pairwise(problem.chain(m).sums["time"])]
+        equal = problem.evaluate(chosen.shape, balance_cost([1] * layers, n))
+        even = problem.evaluate(
+            ScheduleShape(gpipe(m, n)), balance_cost(times, n), ["recompute"] * n
+        )
         way = "torchgpipe's way (even in time, GPipe, all but one micro-batch recomputed)"
         ways = {"an equal number of layers for each stage": equal, way: even}
-        found += [_of(terms, name, draft) for name, draft in ways.items() if draft]
+        found += [_of(problem, name, candidate) for name, candidate in ways.items() if candidate]
     if n > 1:
-        alone = (_copies(terms, "one device", [kind[:1]], _NO_PIPE) for kind in machine.kinds)
+        alone = (_copies(problem, "one device", [kind[:1]], _NO_PIPE) for kind in machine.kinds)
         found.append(min(alone, key=_time))
-        if len(machine.kinds) == 1 and terms.batch_size >= devices:
-            draft = shared(terms)[1]
-    if max(draft.form.replicas) > max(chosen.form.replicas):
-        shape = "-".join(map(str, draft.form.replicas))
-        found.append(_of(terms, f"stages with replicas, {shape} (replicas=True)", draft))
+        if len(machine.kinds) == 1 and problem.batch_size >= devices:
+            candidate = shared(problem)[1]
+    if max(candidate.shape.replicas) > max(chosen.shape.replicas):
+        replicas = "-".join(map(str, candidate.shape.replicas))
+        found.append(_of(problem, f"stages with replicas, {replicas} (replicas=True)", candidate))
     copied = []
     for d in range(2, devices + 1) if len(machine.kinds) == 1 else ():
         n = devices // d
-        if devices % d == terms.batch_size % d == 0 and n <= layers:
+        if devices % d == problem.batch_size % d == 0 and n <= layers:
             name = f"data parallelism, {d} copies" + f" of a pipeline of {n} stages" * (n > 1)
             instead = _COPIES if n == 1 else _COPIES_OF_PIPES
             # Neighbours run the stages of one copy, or the copies of one stage.
@@ -81,7 +83,7 @@ def alternatives_of(terms: Terms, chosen: Draft) -> tuple[Alternative, ...]:
             layouts += [[tuple(every[k * d : k * d + d]) for k in range(n)]] * (
                 not machine.even_links
             )
-            tried = (_copies(terms, name, places, instead) for places in layouts)
+            tried = (_copies(problem, name, places, instead) for places in layouts)
             copied.append(min(tried, key=_time))
     return (*found, *sorted(copied, key=_time)[:2])
 
@@ -90,35 +92,37 @@ def _time(one: Alternative) -> float:
     return math.inf if one.time is None else one.time
 
 
-def other_schedules(terms: Terms, chosen: Draft) -> tuple[Alternative, ...]:
-    """The best draft for each other schedule, with as many devices and micro-batches as ``chosen``;
-    first those that fit, the fastest first.
+def other_schedules(problem: Problem, chosen: Candidate) -> tuple[Alternative, ...]:
+    """The best candidate for each other schedule, on as many devices and micro-batches; first those
+    that fit, the fastest first.
     """
-    names = [name for name in TITLES if name not in (chosen.form.name, "1f1b")]
-    drafts = variants(terms, [chosen], names, [(chosen.form.devices, chosen.form.m)])
-    drafts.sort(key=lambda other: (other.excess > 1, other.time))
+    names = [name for name in TITLES if name not in (chosen.shape.name, "1f1b")]
+    candidates = variants(problem, [chosen], names, [(chosen.shape.devices, chosen.shape.m)])
+    candidates.sort(key=lambda other: (other.excess > 1, other.time))
     found = []
-    for draft in drafts:
-        bits = " (with other last bits of gradients)" * draft.form.split
-        found.append(_of(terms, f"schedule={draft.form.name!r}{bits}", draft))
+    for candidate in candidates:
+        bits = " (with other last bits of gradients)" * candidate.shape.split
+        found.append(_of(problem, f"schedule={candidate.shape.name!r}{bits}", candidate))
     return tuple(found)
 
 
-def _of(terms: Terms, name: str, draft: Draft, instead: str = "") -> Alternative:
-    """An alternative with the memory of a draft, or the first device that is too small."""
-    machine, note = terms.machine, f"{in_bytes(max(draft.on_device))} at most"
-    for d, (needs, limit) in enumerate(zip(draft.on_device, machine.memory, strict=False)):
-        if needs > limit and draft.excess > 1:
+def _of(problem: Problem, name: str, candidate: Candidate, instead: str = "") -> Alternative:
+    """An alternative with the memory of a candidate, or the first device that is too small."""
+    machine, note = problem.machine, f"{in_bytes(max(candidate.on_device))} at most"
+    for d, (needs, limit) in enumerate(zip(candidate.on_device, machine.memory, strict=False)):
+        if needs > limit and candidate.excess > 1:
             note = f"{machine.names[d]} would need {in_bytes(needs, up=True)}"
             break
-    note += f"; balance={list(draft.balance)}, chunks={draft.form.m}"
-    recomputed = draft.modes.count("recompute")
+    note += f"; balance={list(candidate.balance)}, chunks={candidate.shape.m}"
+    recomputed = candidate.modes.count("recompute")
     note += f", recomputes {count(recomputed, 'stage')}" * bool(recomputed)
-    return Alternative(name, draft.time if draft.excess <= 1 else None, note, instead, draft)
+    return Alternative(
+        name, candidate.time if candidate.excess <= 1 else None, note, instead, candidate
+    )
 
 
 def _copies(
-    terms: Terms, name: str, places: Sequence[tuple[int, ...]], instead: str
+    problem: Problem, name: str, places: Sequence[tuple[int, ...]], instead: str
 ) -> Alternative:
     """Copies of a pipeline that share the mini-batch, or one copy. ``places``: for each stage the
     devices of its copies.
@@ -126,15 +130,15 @@ def _copies(
     A ring all-reduce over ``d`` copies sends ``2 (d-1) / d`` of the gradients of a stage at the
     rate of its slowest link.
     """
-    copies, machine = len(places[0]), terms.machine.shared(places)
-    part = terms.on(machine, terms.batch_size // copies)
+    copies, machine = len(places[0]), problem.machine.shared(places)
+    part = problem.on(machine, problem.batch_size // copies)
     best = next(iter(search(part, stages=len(places), improve=False)), None)
     if best is None:
         return Alternative(name, None, f"{in_bytes(max(machine.memory))} is too little", instead)
     found = _of(part, name, best, instead)
     if copies > 1:
         rings = (zip(place, (*place[1:], place[0]), strict=True) for place in places)
-        rates = (min(terms.machine.bandwidth[a][b] for a, b in ring) for ring in rings)
+        rates = (min(problem.machine.bandwidth[a][b] for a, b in ring) for ring in rings)
         sent = (part.trained(i, j) / rate for (i, j), rate in zip(best.ends, rates, strict=True))
         average = 2 * (copies - 1) / copies * max(sent)
         note = f"{duration(average)} of it to average gradients, not overlapped"

@@ -163,7 +163,7 @@ class Machine:
         return list(dict.fromkeys([given, *orders, *linked]))
 
     def linked(self, n: int) -> tuple[int, ...]:
-        """An order whose first ``n`` devices form a path over fast links; the others follow.
+        """An order whose first ``n`` devices shape a path over fast links; the others follow.
 
         A beam search: the best paths over fewer devices are extended by one device at a time.
         """

@@ -14,8 +14,8 @@ from string import Template
 from typing import Any
 
 from syncpipe.planner.alternatives import Alternative
+from syncpipe.planner.candidates import ADAM
 from syncpipe.planner.chain import chunk_counts, sizes_of
-from syncpipe.planner.draft import ADAM
 from syncpipe.planner.search import AUTO, TITLES
 from syncpipe.words import columns, count, duration, in_bytes
 
@@ -64,7 +64,7 @@ def _title(plan: Plan) -> str:
 
 def _way(plan: Plan) -> Iterator[str]:
     """The schedule, the numbers of stages and micro-batches, and why these are no larger."""
-    n, m, used = len(plan.balance), plan.chunks, plan.chosen.form.devices
+    n, m, used = len(plan.balance), plan.chunks, plan.chosen.shape.devices
     what = "one device, no pipeline"
     if used > 1:
         what = f"{TITLES[plan.schedule]}, {count(n, 'stage')}"
@@ -127,7 +127,7 @@ def _verdict(plan: Plan) -> tuple[str, bool]:
     for times, one in [pair for pair in faster if not pair[1].instead][:1]:
         if times > _WORTH:
             words.append(f"As a pipe, {one.name} would be {times:.2f} times as fast.")
-    alone = plan.chosen.form.devices == 1 < len(plan.machine) and not plan.fixed
+    alone = plan.chosen.shape.devices == 1 < len(plan.machine) and not plan.fixed
     if alone:
         words.append("No pipeline that was tried is faster than one of these devices alone.")
     better = [pair for pair in faster if pair[1].instead and pair[0] > _WORTH][:1]
@@ -194,7 +194,7 @@ def _notes(plan: Plan) -> list[str]:
     words = f"memory: parameters, gradients, optimizer (param_scale={scale:g}{adam}), activations"
     words += " stored for backward"
     if chain.peaks:
-        held = plan.terms.stages(chosen.form, plan.balance, chosen.modes)
+        held = plan.terms.stages(chosen.shape, plan.balance, chosen.modes)
         most, early = max(x.transient for x in held), max(x.arrived for x in held)
         words += f", transient memory (up to {in_bytes(most)})"
         words += f" and early inputs (up to {in_bytes(early)})" * bool(early)
@@ -213,7 +213,7 @@ def _notes(plan: Plan) -> list[str]:
     several = [
         f"{names[d]}, stages {', '.join(map(str, own))} at once: "
         + _of(chosen.on_device[d], plan.machine.memory[d])
-        for d, own in enumerate(chosen.form.stages_of)
+        for d, own in enumerate(chosen.shape.stages_of)
         if len(own) > 1
     ]
     used = [line for mode, line in _MODES.items() if mode in chosen.modes]
@@ -271,7 +271,7 @@ def _remarks(plan: Plan) -> list[str]:
     """Remarks on other schedules and on estimated halves."""
     if len(plan.balance) == 1:
         return []
-    compared = [one.draft.form.name for one in plan.compared if one.draft]
+    compared = [one.draft.shape.name for one in plan.compared if one.draft]
     lines = ["plan.compare() estimates the other schedules."]
     if compared:
         lines = ["plan(schedule=...) searches longer for one of these schedules."]
@@ -279,7 +279,7 @@ def _remarks(plan: Plan) -> list[str]:
         lines.append(f"schedule={AUTO!r} was not tried: too many stages and micro-batches.")
     layers = plan.profile.layers
     guessed = any(x.weight_share is None and x.parameter_bytes > x.frozen_bytes for x in layers)
-    if guessed and (plan.chosen.form.split or compared):
+    if guessed and (plan.chosen.shape.split or compared):
         lines.append("Backward halves were not measured: each is half of a layer with weights.")
     return lines
 
@@ -350,7 +350,7 @@ def _bar(words: str, whole: float, **parts: float) -> str:
 def _held(plan: Plan) -> Iterator[str]:
     """A row for each device: its peak memory and its limit."""
     chosen, chain = plan.chosen, plan.terms.chain(plan.chunks)
-    for d, own in enumerate(chosen.form.stages_of):
+    for d, own in enumerate(chosen.shape.stages_of):
         held, limit = chosen.on_device[d], plan.machine.memory[d]
         fixed = sum(chain.run(*chosen.ends[j]).fixed for j in own)
         whole = (held if math.isinf(limit) else limit) or 1.0

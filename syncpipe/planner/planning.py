@@ -20,7 +20,7 @@ from syncpipe.layers.placement import resolve_workers
 from syncpipe.options import checked_chunks, counted
 from syncpipe.planner import page
 from syncpipe.planner.alternatives import Alternative, alternatives_of, other_schedules
-from syncpipe.planner.draft import ADAM, Draft, Terms
+from syncpipe.planner.candidates import ADAM, Candidate, Problem
 from syncpipe.planner.machine import kind_of, machine_of, places_of, real_devices
 from syncpipe.planner.search import ANY, AUTO, NoPlan, check_schedule, choose
 from syncpipe.schedules import build
@@ -132,19 +132,19 @@ def plan(
     )  # fmt: skip
     if speed is None and real is not None:
         machine = replace(machine, speed=speeds_of(module, sample, real, timeout))
-    known = Terms(layers, machine, batch_size, scale, update)
+    known = Problem(layers, machine, batch_size, scale, update)
 
-    def found() -> tuple[tuple[int, ...], Terms, Draft, tuple[Alternative, ...]]:
+    def found() -> tuple[tuple[int, ...], Problem, Candidate, tuple[Alternative, ...]]:
         order, best = choose(known, schedule, chunks=chunks, stages=stages, replicas=replicas)
-        terms = known.on(machine.ordered(order))
-        return order, terms, best, alternatives_of(terms, best)
+        problem = known.on(machine.ordered(order))
+        return order, problem, best, alternatives_of(problem, best)
 
     # On a busy machine several threads for small tensors mostly wait for each other.
-    order, terms, chosen, others = restoring_settings(found, (), threads=1)
+    order, problem, chosen, others = restoring_settings(found, (), threads=1)
     real = real and tuple([real[d] for d in order])
     choice = {"chunks": chunks, "stages": stages, "schedule": schedule}
     fixed = frozenset(name for name, value in choice.items() if value not in (None, ANY))
-    return Plan(terms, chosen, others, real, fixed)
+    return Plan(problem, chosen, others, real, fixed)
 
 
 def layers_of(
@@ -255,7 +255,7 @@ class Plan:
 
     Attributes:
         terms: the inputs of the search.
-        chosen: the draft of this plan.
+        chosen: the candidate of this plan.
         alternatives: other ways to train, with their times.
         devices: the devices of this machine, as a pipe takes them; None for described ones.
         fixed: the arguments that were given, of ``"chunks"``, ``"stages"`` and ``"schedule"``.
@@ -284,19 +284,19 @@ class Plan:
     """
 
     def __init__(
-        self, terms: Terms, chosen: Draft, alternatives: Sequence[Alternative],
+        self, terms: Problem, chosen: Candidate, alternatives: Sequence[Alternative],
         devices: Sequence[Any] | None = None, fixed: Container[str] = (),
     ) -> None:  # fmt: skip
-        form, self.fixed = chosen.form, fixed
+        shape, self.fixed = chosen.shape, fixed
         self.terms, self.chosen, self.alternatives = terms, chosen, tuple(alternatives)
         self.devices = None if devices is None else tuple(self.on(devices))
         self.profile, self.machine, self.batch_size = terms.profile, terms.machine, terms.batch_size
-        self.balance, self.chunks = list(chosen.balance), form.m
-        self.schedule, self.slots = form.name, None if form.slots is None else list(form.slots)
+        self.balance, self.chunks = list(chosen.balance), shape.m
+        self.schedule, self.slots = shape.name, None if shape.slots is None else list(shape.slots)
         recompute = "except_last" if self.schedule == "gpipe" else "always"
         checkpoint = {"store": "never", "recompute": recompute, "offload": "offload"}
         self.checkpoint = [checkpoint[mode] for mode in chosen.modes]
-        self.device_of, self.replicas = list(form.device_of), list(form.replicas)
+        self.device_of, self.replicas = list(shape.device_of), list(shape.replicas)
         self.step_time, self.bound = chosen.time, chosen.bound
         self.samples_per_second = terms.batch_size / chosen.time if chosen.time else math.inf
         self.certificate = chosen.time / chosen.bound if chosen.bound else 1.0
@@ -306,8 +306,8 @@ class Plan:
     @cached_property
     def simulation(self) -> Simulation:
         """The simulated step, with the times of the profile in seconds."""
-        form, costs = self.chosen.form, self.terms.costs(self.chosen.form, self.chosen.balance)
-        return simulate(form.schedule, costs, form.recomputed(self.chosen.modes))
+        shape, costs = self.chosen.shape, self.terms.costs(self.chosen.shape, self.chosen.balance)
+        return simulate(shape.schedule, costs, shape.recomputed(self.chosen.modes))
 
     @property
     def bubble(self) -> float:
@@ -321,11 +321,11 @@ class Plan:
         return tuple(
             StagePlan(
                 layers=tuple(layer.name for layer in self.profile.layers[i:j]),
-                device=", ".join([names[d] for d in chosen.form.places[s]]),
+                device=", ".join([names[d] for d in chosen.shape.places[s]]),
                 forward=costs.forward[s],
                 backward=costs.backward_input[s] + costs.backward_weight[s],
                 send=(*costs.transfer, 0.0)[s],
-                in_flight=chosen.form.in_flight[s],
+                in_flight=chosen.shape.in_flight[s],
                 mode=chosen.modes[s],
                 memory=chosen.memory[s],
                 limit=self.machine.memory[self.device_of[s]],
@@ -358,10 +358,10 @@ class Plan:
         Raises:
             ValueError: there are too few devices.
         """
-        used = self.chosen.form.devices
+        used = self.chosen.shape.devices
         if len(devices) < used:
             raise ValueError(f"devices={list(devices)}: give the {used} that this plan uses")
-        return [devices[d] for place in self.chosen.form.places for d in place]
+        return [devices[d] for place in self.chosen.shape.places for d in place]
 
     def options(self) -> dict[str, Any]:
         """Return the arguments of a pipe that runs this plan::
@@ -370,7 +370,7 @@ class Plan:
 
         The devices are not included, because a plan can run on others (:meth:`on`).
         """
-        made = self.chosen.form.schedule
+        made = self.chosen.shape.schedule
         usual: Any = self.slots or self.schedule == AUTO
         usual = usual or build(self.schedule, made.m, made.device_of)
         shared = {"replicas": self.replicas} if max(self.replicas) > 1 else {}
@@ -384,7 +384,7 @@ class Plan:
 
     def timeline(self) -> Timeline:
         """Return the simulated step, to show, or to save as a picture or for Perfetto."""
-        names = self.machine.names[: self.chosen.form.devices]
+        names = self.machine.names[: self.chosen.shape.devices]
         rows = [f"{x} ({k})" if names.count(x) > 1 else x for k, x in enumerate(names)]
         title = f"{self.schedule}, {self.chunks} micro-batches, planned"
         return Timeline.of(self.simulation, title, rows=rows, unit="s")

@@ -10,7 +10,7 @@ and ``D`` the same in the stages after it. Then
     m <= q:  T >= pre + max( m (F+R),  F + D + B + (m-1) R,  m F + D + B )
     always:  T >= pre + ceil(m / q) (F + D + B)
 
-Each stage stores, recomputes or offloads, whichever has the least bound. The best drafts are
+Each stage stores, recomputes or offloads, whichever has the least bound. The best candidates are
 simulated, then improved by moving single layers and slots.
 
 Other schedules are tried with the numbers of devices and micro-batches of the best plans for 1F1B,
@@ -34,8 +34,8 @@ from torch import Tensor
 
 from syncpipe.balance import balance_cost
 from syncpipe.options import consecutive
+from syncpipe.planner.candidates import Candidate, Problem, ScheduleShape, one_f_one_b_shape
 from syncpipe.planner.chain import Mode, chunk_counts, doubles, ends_of, sizes_of
-from syncpipe.planner.draft import Draft, Form, Terms, one_f_one_b_form
 from syncpipe.planner.machine import Machine
 from syncpipe.planner.replicas import least_largest
 from syncpipe.schedules import SCHEDULES, auto, one_f_one_b
@@ -50,14 +50,14 @@ __all__ = [
 #: Budgets of simulated actions for a schedule that was asked for, and for a comparison; and the
 #: most cells of a schedule.
 _LONG, _SHORT, _CELLS = 300_000, 30_000, 4096
-#: The drafts to improve, the simulated actions for all and for each, and how many times slower
-#: than the best a draft may be.
+#: The candidates to improve, the simulated actions for all and for each, and how many times slower
+#: than the best a candidate may be.
 _IMPROVED, _WORK, _EACH, _PROMISING = 32, 600_000, 100_000, 1.3
-#: Slots added on each stage to those of a good draft.
+#: Slots added on each stage to those of a good candidate.
 _NEAR = (0, 1, 2, -1)
 #: Divisors of the textbook's slots.
 _PARTS = (1, 1.25, 1.5, 2, 3, 4)
-#: How many times slower a move may make the best draft to be followed by a second move; and the
+#: How many times slower a move may make the best candidate to be followed by a second move; and the
 #: shares of memory that are tried in place of all.
 _HARDLY, _LESS = 1.05, (0.94, 0.85, 0.7)
 _MOST_DEVICES = 64  # in the advice of an error
@@ -87,11 +87,11 @@ class NoPlan(ValueError):
 class Program:
     """Finds the cuts with the least bounds under 1F1B, for one number of micro-batches."""
 
-    def __init__(self, terms: Terms, m: int, boundaries: int) -> None:
-        self.terms, self.count, self.boundaries = terms, m, boundaries
-        self.chain, self.machine = terms.chain(m), terms.machine
+    def __init__(self, problem: Problem, m: int, boundaries: int) -> None:
+        self.problem, self.count, self.boundaries = problem, m, boundaries
+        self.chain, self.machine = problem.chain(m), problem.machine
         #: Micro-batches, of which a smaller last one counts as a fraction.
-        self.m = terms.batch_size / sizes_of(terms.batch_size, m)[0]
+        self.m = problem.batch_size / sizes_of(problem.batch_size, m)[0]
         sums, layers = [*accumulate(reversed(self.chain.inputs[:-1]))], len(self.chain)
         #: Mean bytes that cross each boundary from here on, in both directions.
         self.sent = doubles([2 * sums[k] / (k + 1) for k in reversed(range(layers))] + [0.0])
@@ -184,7 +184,7 @@ class Program:
             found: Tensor = held.most(q) - limit * _ROUNDED
             return found
 
-        for mode in self.terms.modes if limit < math.inf else self.terms.modes[:1]:
+        for mode in self.problem.modes if limit < math.inf else self.problem.modes[:1]:
             q = torch.tensor(float(asked[0])) if asked else torch.full_like(f, self.count)
             more = over(q, mode)
             least = more if asked else over(torch.ones_like(f), mode)
@@ -203,7 +203,7 @@ class Program:
             own = torch.where(q < self.count, work + waits, torch.maximum(work, few))
             own = torch.maximum(own, (math.floor(m) / q).ceil() * (f + after + b))
             if mode == "offload":
-                own = torch.maximum(own, self.terms.link_time(m, run.stored))
+                own = torch.maximum(own, self.problem.link_time(m, run.stored))
             best = torch.where(more > 0, best, torch.minimum(best, own))
             if mode == "store" and bool(((more <= 0) & (q == q.max())).all()):
                 break
@@ -211,69 +211,73 @@ class Program:
 
 
 def search(
-    terms: Terms, *, chunks: Chunks = None, stages: int | None = None, improve: bool = True,
+    problem: Problem, *, chunks: Chunks = None, stages: int | None = None, improve: bool = True,
     boundaries: int = _BOUNDARIES,
-) -> list[Draft]:  # fmt: skip
-    """The drafts under 1F1B that fit, the fastest first.
+) -> list[Candidate]:  # fmt: skip
+    """The candidates under 1F1B that fit, the fastest first.
 
     Numbers of micro-batches and stages are tried in the order of their lower bounds, until a bound
-    exceeds the best time. The drafts of one pair depend only on the pair and the first devices, so
-    the drafts for more devices include those for fewer. One stage runs micro-batches one after
-    another on one device.
+    exceeds the best time. The candidates of one pair depend only on the pair and the first devices,
+    so the candidates for more devices include those for fewer. One stage runs on one device.
 
-    The best draft of each cut and choice of modes is improved. Then follow drafts for less memory,
-    cuts for slots near those of the best draft while that helps, and single moves of the best.
+    The best candidate of each cut and choice of modes is improved. Then follow candidates for less
+    memory, cuts for slots near those of the best one while that helps, and single moves of it.
 
     Returns:
-        The best draft for each number of stages, except for numbers that cannot be faster; empty if
-        nothing fits.
+        The best candidate for each number of stages that can be the fastest; empty if nothing fits.
 
     Raises:
         ValueError: a number of micro-batches or stages is impossible.
     """
-    layers = len(terms.profile.layers)
-    counts = _stage_counts(terms, stages)
-    numbers = chunk_counts(terms.batch_size, chunks)
-    programs = {m: Program(terms, m, boundaries) for m in numbers}
+    layers = len(problem.profile.layers)
+    counts = _stage_counts(problem, stages)
+    numbers = chunk_counts(problem.batch_size, chunks)
+    programs = {m: Program(problem, m, boundaries) for m in numbers}
     tasks = list[tuple[float, int, int]]()
     for m, program in programs.items():
-        python = terms.interpreter(m, (layers,), [0])
+        python = problem.interpreter(m, (layers,), [0])
         tasks += [(_rounded(max(program.lowest(n), python)), m, n) for n in counts]
-    found, fastest = list[Draft](), math.inf
+    found, fastest = list[Candidate](), math.inf
     for low, m, n in sorted(tasks):
         if low < fastest * (1 - NOTICED) and (value := programs[m].cut(n)[0]) < fastest:
-            found += _drafts(terms, programs[m], n, _families(n, m), max(low, _rounded(value)))
-            fastest = min([fastest, *(draft.time for draft in found)])
+            found += _candidates(
+                problem, programs[m], n, _families(n, m), max(low, _rounded(value))
+            )
+            fastest = min([fastest, *(candidate.time for candidate in found)])
     coarse = not found and boundaries < min(layers, _MOST_BOUNDARIES)
-    if coarse and any(_least_share(terms, max(numbers), n)[0] <= 1 for n in counts):
+    if coarse and any(_least_share(problem, max(numbers), n)[0] <= 1 for n in counts):
         choice: dict[str, Any] = {"chunks": chunks, "stages": stages, "improve": improve}
-        return search(terms, **choice, boundaries=_MOST_BOUNDARIES)
-    best, before, work, moved = dict[int, Draft](), math.inf, _WORK, False
+        return search(problem, **choice, boundaries=_MOST_BOUNDARIES)
+    best, before, work, moved = dict[int, Candidate](), math.inf, _WORK, False
     while found:
-        cuts = dict[Any, Draft]()
-        for draft in sorted(found, key=_rank):
-            cuts.setdefault((draft.form.m, draft.balance, draft.modes), draft)
-            best.setdefault(len(draft.balance), draft)
-        for draft in [*cuts.values()][:_IMPROVED] if improve else ():
-            if draft.time < fastest * _PROMISING:
+        cuts = dict[Any, Candidate]()
+        for candidate in sorted(found, key=_rank):
+            cuts.setdefault((candidate.shape.m, candidate.balance, candidate.modes), candidate)
+            best.setdefault(len(candidate.balance), candidate)
+        for candidate in [*cuts.values()][:_IMPROVED] if improve else ():
+            if candidate.time < fastest * _PROMISING:
                 each = min(work, _EACH)
-                draft, left = improved(terms, draft, each)
-                n, work, fastest = len(draft.balance), work - each + left, min(fastest, draft.time)
-                best[n] = min(best[n], draft, key=_rank)
+                candidate, left = improved(problem, candidate, each)
+                n, work, fastest = (
+                    len(candidate.balance),
+                    work - each + left,
+                    min(fastest, candidate.time),
+                )
+                best[n] = min(best[n], candidate, key=_rank)
         first, found = min(best.values(), key=_rank), []
-        m, n, own = first.form.m, first.form.n, first.form.in_flight
+        m, n, own = first.shape.m, first.shape.n, first.shape.in_flight
         better, gap = first.time < before, first.time > first.bound * (1 + NOTICED)
         if improve and gap and better:
             near = [(*(min(m, max(1, q + step)) for q in own[:-1]), own[-1]) for step in _NEAR]
-            found = _drafts(terms, programs[m], n, near * (n > 1), 0.0, first.time)
+            found = _candidates(problem, programs[m], n, near * (n > 1), 0.0, first.time)
             for one in sorted(best.values(), key=_rank)[:2] if before == math.inf else ():
-                found += _tighter(terms, one.form.m, one.form.n, boundaries, fastest)
+                found += _tighter(problem, one.shape.m, one.shape.n, boundaries, fastest)
         elif improve and gap and work > 0 and not moved:
             # Moves that make it hardly slower: a second move may make it faster.
             at_most = first.time * _HARDLY
             moves = (
-                terms.draft(one_f_one_b_form(m, slots or ()), balance, at_most=at_most)
-                for balance, slots in _neighbours(terms, first)
+                problem.evaluate(one_f_one_b_shape(m, slots or ()), balance, at_most=at_most)
+                for balance, slots in _neighbours(problem, first)
             )
             found = [x for x in moves if x and x.excess <= 1 and x.time <= at_most]
             work -= len(found) * m * n * 2
@@ -282,21 +286,23 @@ def search(
     return sorted(best.values(), key=_rank)
 
 
-def _tighter(terms: Terms, m: int, n: int, boundaries: int, fastest: float) -> Iterator[Draft]:
-    """The drafts for less and less memory, while their bound is below ``fastest``. Without them a
-    plan could be slower with more memory.
+def _tighter(
+    problem: Problem, m: int, n: int, boundaries: int, fastest: float
+) -> Iterator[Candidate]:
+    """The candidates for less and less memory, while their bound is below ``fastest``. Without
+    them a plan could be slower with more memory.
     """
-    for part in _LESS if min(terms.machine.memory) < math.inf else ():
-        memory = tuple([part * size for size in terms.machine.memory])
-        program = Program(terms.on(replace(terms.machine, memory=memory)), m, boundaries)
+    for part in _LESS if min(problem.machine.memory) < math.inf else ():
+        memory = tuple([part * size for size in problem.machine.memory])
+        program = Program(problem.on(replace(problem.machine, memory=memory)), m, boundaries)
         if program.cut(n)[0] >= fastest:
             return
-        yield from _drafts(terms, program, n, _families(n, m), 0.0, fastest)
+        yield from _candidates(problem, program, n, _families(n, m), 0.0, fastest)
 
 
-def _stage_counts(terms: Terms, stages: int | None) -> list[int]:
+def _stage_counts(problem: Problem, stages: int | None) -> list[int]:
     """The numbers of stages to try; ValueError if ``stages`` is impossible."""
-    layers, devices = len(terms.profile.layers), len(terms.machine)
+    layers, devices = len(problem.profile.layers), len(problem.machine)
     every = [*range(1, min(layers, devices) + 1)]
     if stages is None or stages in every:
         return every if stages is None else [stages]
@@ -320,39 +326,41 @@ def _families(n: int, m: int) -> list[Slots]:
     return list(dict.fromkeys([(), *more, *less, (1,) * n])) if n > 1 else [(1,)]
 
 
-def _drafts(
-    terms: Terms, program: Program, n: int, families: Iterable[Slots], enough: float,
+def _candidates(
+    problem: Problem, program: Program, n: int, families: Iterable[Slots], enough: float,
     fastest: float = math.inf,
-) -> list[Draft]:  # fmt: skip
-    """The drafts that fit, of the cuts with the least bounds for each of these choices of slots,
-    with several slots each; until a draft takes at most ``enough`` seconds.
+) -> list[Candidate]:  # fmt: skip
+    """The candidates that fit, of the cuts with the least bounds for each of these choices of
+    slots, with several slots each; until a candidate takes at most ``enough`` seconds.
     """
-    m, found = program.count, list[Draft]()
+    m, found = program.count, list[Candidate]()
     for slots in dict.fromkeys(families):
         balance = program.cut(n, slots)[1] if fastest > enough * (1 + NOTICED) else ()
         caps = (slots or (m,) * n, *_families(n, m)[1:4])
         fitting = (
-            _fitting(program.terms, balance, m, part, cap) for cap in caps for part in (0, 0.5, 1)
+            _fitting(program.problem, balance, m, part, cap) for cap in caps for part in (0, 0.5, 1)
         )
         for some in dict.fromkeys(filter(None, fitting)):
-            form, at_most = one_f_one_b_form(m, some), fastest * _PROMISING
-            draft = terms.draft(form, balance, at_most=at_most)
-            if draft is not None and draft.excess <= 1:
-                found.append(draft)
-                fastest = min(fastest, draft.time)
+            shape, at_most = one_f_one_b_shape(m, some), fastest * _PROMISING
+            candidate = problem.evaluate(shape, balance, at_most=at_most)
+            if candidate is not None and candidate.excess <= 1:
+                found.append(candidate)
+                fastest = min(fastest, candidate.time)
     return found
 
 
-def _fitting(terms: Terms, balance: Balance, m: int, part: float, limits: Slots) -> Slots | None:
+def _fitting(
+    problem: Problem, balance: Balance, m: int, part: float, limits: Slots
+) -> Slots | None:
     """As many slots as fit on each stage, at most those of the stage before; None if a stage does
     not fit. A stage recomputes if it could store only less than ``part`` of its slots.
     """
-    chain, slots = terms.chain(m), list[int]()
+    chain, slots = problem.chain(m), list[int]()
     for s, (i, j) in enumerate(ends_of(balance)):
         most = min([limits[s], *slots[-1:]])
-        for mode in terms.modes[:2]:
+        for mode in problem.modes[:2]:
             q = most
-            while q and chain.memory(i, j, q, (*slots, q)[0], mode) > terms.machine.memory[s]:
+            while q and chain.memory(i, j, q, (*slots, q)[0], mode) > problem.machine.memory[s]:
                 q -= 1
             if q >= part * most:
                 break
@@ -362,25 +370,25 @@ def _fitting(terms: Terms, balance: Balance, m: int, part: float, limits: Slots)
     return tuple(slots)
 
 
-def search_orders(terms: Terms, **choice: Any) -> tuple[tuple[int, ...], list[Draft]]:
-    """The order of the devices with the fastest draft, and the result of :func:`search` for it; the
-    given order and an empty list if nothing fits.
+def search_orders(problem: Problem, **choice: Any) -> tuple[tuple[int, ...], list[Candidate]]:
+    """The order of the devices with the fastest candidate, and the result of :func:`search` for it;
+    the given order and an empty list if nothing fits.
 
     Tries the orders of :meth:`.Machine.orders` and, if links differ, exchanges of two devices that
-    make the best draft faster.
+    make the best candidate faster.
     """
-    machine = terms.machine
+    machine = problem.machine
 
-    def tried(order: tuple[int, ...]) -> tuple[tuple[int, ...], list[Draft]]:
-        return order, search(terms.on(machine.ordered(order)), **choice)
+    def tried(order: tuple[int, ...]) -> tuple[tuple[int, ...], list[Candidate]]:
+        return order, search(problem.on(machine.ordered(order)), **choice)
 
-    def rank(pair: tuple[tuple[int, ...], list[Draft]]) -> float:
+    def rank(pair: tuple[tuple[int, ...], list[Candidate]]) -> float:
         return _rounded(pair[1][0].time) if pair[1] else math.inf
 
     known = {order: tried(order) for order in machine.orders()}
     best = min(known.values(), key=rank)
     while best[1] and not machine.even_links and len(machine) <= _EXCHANGED:
-        order = _exchanged(terms, *best)
+        order = _exchanged(problem, *best)
         if order in known:
             break
         known[order] = tried(order)
@@ -388,17 +396,19 @@ def search_orders(terms: Terms, **choice: Any) -> tuple[tuple[int, ...], list[Dr
     return best
 
 
-def _exchanged(terms: Terms, order: tuple[int, ...], found: list[Draft]) -> tuple[int, ...]:
-    """The order in which one of these drafts is fastest, by exchanges of two devices, from the
+def _exchanged(problem: Problem, order: tuple[int, ...], found: list[Candidate]) -> tuple[int, ...]:
+    """The order in which one of these candidates is fastest, by exchanges of two devices, from the
     given order or the one along the best links.
     """
-    machine, best = terms.machine, (math.inf, order)
-    for draft in found[:3]:
-        n = draft.form.devices
+    machine, best = problem.machine, (math.inf, order)
+    for candidate in found[:3]:
+        n = candidate.shape.devices
 
-        def rank(order: tuple[int, ...], draft: Draft = draft) -> tuple[float, tuple[int, ...]]:
-            there = terms.on(machine.ordered(order))
-            other = there.draft(draft.form, draft.balance)
+        def rank(
+            order: tuple[int, ...], candidate: Candidate = candidate
+        ) -> tuple[float, tuple[int, ...]]:
+            there = problem.on(machine.ordered(order))
+            other = there.evaluate(candidate.shape, candidate.balance)
             return (other.time if other and other.excess <= 1 else math.inf), order
 
         for start in dict.fromkeys((order, machine.linked(n))):
@@ -417,33 +427,38 @@ def _exchanged(terms: Terms, order: tuple[int, ...], found: list[Draft]) -> tupl
     return best[1]
 
 
-def improved(terms: Terms, draft: Draft, work: int) -> tuple[Draft, int]:
-    """A draft at least as good, by moves of single layers and slots under any schedule; and the
+def improved(problem: Problem, candidate: Candidate, work: int) -> tuple[Candidate, int]:
+    """A candidate at least as good, by moves of single layers and slots under any schedule; and the
     rest of ``work``, a budget of simulated actions.
     """
-    actions, changed = sum(map(len, draft.form.schedule.actions)), draft.form.n > 1
+    actions, changed = sum(map(len, candidate.shape.schedule.actions)), candidate.shape.n > 1
     while changed:
         changed = False
-        for balance, slots in _neighbours(terms, draft):
-            if work <= 0 or (draft.time <= draft.bound * (1 + NOTICED) and not slots):
-                return draft, work
-            form = one_f_one_b_form(draft.form.m, slots) if slots else draft.form
-            at_most = draft.time if draft.excess <= 1 else math.inf
-            other = terms.draft(form, balance, at_most=at_most)
+        for balance, slots in _neighbours(problem, candidate):
+            if work <= 0 or (candidate.time <= candidate.bound * (1 + NOTICED) and not slots):
+                return candidate, work
+            shape = one_f_one_b_shape(candidate.shape.m, slots) if slots else candidate.shape
+            at_most = candidate.time if candidate.excess <= 1 else math.inf
+            other = problem.evaluate(shape, balance, at_most=at_most)
             work -= actions if other else actions // 16
-            if other and other.rank < draft.rank:
-                draft, changed = other, True
-    return draft, work
+            if other and other.rank < candidate.rank:
+                candidate, changed = other, True
+    return candidate, work
 
 
-def _neighbours(terms: Terms, draft: Draft) -> Iterator[tuple[Balance, Slots | None]]:
+def _neighbours(problem: Problem, candidate: Candidate) -> Iterator[tuple[Balance, Slots | None]]:
     """Other slots and balances.
 
     Slots, under 1F1B: a few more or fewer on one stage (no stage has more than the one before it),
     or one more or fewer on all stages up to one. Balances: a layer moves to another stage and all
     boundaries between move along; under 1F1B with the same slots, and with as many as fit.
     """
-    balance, slots, n, m = draft.balance, draft.form.slots, draft.form.n, draft.form.m
+    balance, slots, n, m = (
+        candidate.balance,
+        candidate.shape.slots,
+        candidate.shape.n,
+        candidate.shape.m,
+    )
     for s in range(n) if slots else ():
         assert slots
         for step in (-1, 1, 2, 4, -2):
@@ -463,7 +478,7 @@ def _neighbours(terms: Terms, draft: Draft) -> Iterator[tuple[Balance, Slots | N
                     moved[a] -= 1
                     moved[b] += 1
                     yield tuple(moved), slots
-                    fewer = slots and _fitting(terms, tuple(moved), m, 0, slots)
+                    fewer = slots and _fitting(problem, tuple(moved), m, 0, slots)
                     if fewer and fewer != slots:
                         yield tuple(moved), fewer
 
@@ -503,101 +518,105 @@ def check_schedule(schedule: Any) -> None:
 
 
 def choose(
-    terms: Terms, schedule: str | None, *, chunks: Chunks, stages: int | None, replicas: bool
-) -> tuple[tuple[int, ...], Draft]:
-    """The order of the devices and the best draft, under a schedule by name (None for 1F1B), or
+    problem: Problem, schedule: str | None, *, chunks: Chunks, stages: int | None, replicas: bool
+) -> tuple[tuple[int, ...], Candidate]:
+    """The order of the devices and the best candidate, under a schedule by name (None for 1F1B), or
     with replicas of stages.
 
     Raises:
         NoPlan: nothing fits into memory; the message names what would fit.
         ValueError: the schedule is impossible with these devices and layers.
     """
-    usual, order = schedule in (None, "1f1b"), tuple(range(len(terms.machine)))
+    usual, order = schedule in (None, "1f1b"), tuple(range(len(problem.machine)))
     choice: dict[str, Any] = {"chunks": chunks, "stages": stages if usual else None}
-    order, found = search_orders(terms, **choice)
+    order, found = search_orders(problem, **choice)
     made, how = found[:1], f"schedule={schedule!r}"
     if replicas:
-        other, draft = shared(terms, chunks)
-        if not made or draft.rank < made[0].rank:
-            order, made, how = other, [draft], "replicas=True"
-    there = terms.on(terms.machine.ordered(order))
+        other, candidate = shared(problem, chunks)
+        if not made or candidate.rank < made[0].rank:
+            order, made, how = other, [candidate], "replicas=True"
+    there = problem.on(problem.machine.ordered(order))
     if not usual and schedule is not None:
         names = LAYOUTS if schedule == ANY else [schedule]
-        sizes = _sizes(terms, found, chunks, stages)
+        sizes = _sizes(problem, found, chunks, stages)
         made = variants(there, found, names, sizes, _LONG, stages)
         if schedule == ANY:
-            made += [draft for draft in found if stages in (None, len(draft.balance))]
+            made += [candidate for candidate in found if stages in (None, len(candidate.balance))]
         if not made and (found or schedule not in (ANY, AUTO)):
             wanted = f" stages={stages} with" if stages is not None else ""
             raise ValueError(
                 f"{how} is impossible for{wanted} {len(order)} devices and "
-                f"{len(terms.profile.layers)} layers: it needs {LAYOUTS[schedule][1]}, none empty"
+                f"{len(problem.profile.layers)} layers: it needs {LAYOUTS[schedule][1]}, none empty"
             )
     best = min(made, key=_rank, default=None)
     if best is None or (best.excess > 1 and (schedule == ANY or not found)):
-        text = f"no plan fits {len(order)} devices and batch_size={terms.batch_size}"
-        raise NoPlan(shortage(terms, **choice) or text)
+        text = f"no plan fits {len(order)} devices and batch_size={problem.batch_size}"
+        raise NoPlan(shortage(problem, **choice) or text)
     if best.excess > 1:
         ways = [f"leave out {how}, because plain 1F1B needs the least"]
         raise NoPlan(_nearest(there, best, f" with {how} that was tried", ways))
     return order, best
 
 
-def _nearest(terms: Terms, draft: Draft, how: str, ways: Sequence[str]) -> str:
-    """A message: the draft that is nearest to fitting, the bytes it lacks, and the ways to fit."""
-    machine, layers = terms.machine, terms.profile.layers
-    d = max(range(draft.form.devices), key=lambda d: draft.on_device[d] / machine.memory[d])
-    needs, has, own = draft.on_device[d], machine.memory[d], draft.form.stages_of[d]
-    told = []
-    for i, j in (draft.ends[s] for s in own):
+def _nearest(problem: Problem, candidate: Candidate, how: str, ways: Sequence[str]) -> str:
+    """A message: the candidate nearest to fitting, the bytes that it lacks, and the ways to fit."""
+    machine, layers, shape = problem.machine, problem.profile.layers, candidate.shape
+    d = max(
+        range(candidate.shape.devices), key=lambda d: candidate.on_device[d] / machine.memory[d]
+    )
+    needs, has, own = candidate.on_device[d], machine.memory[d], candidate.shape.stages_of[d]
+    layers_of = []
+    for i, j in (candidate.ends[s] for s in own):
         first, last = repr(layers[i].name), repr(layers[j - 1].name)
-        told.append(f"layer {first}" if j - i == 1 else f"layers {first} to {last}")
+        layers_of.append(f"layer {first}" if j - i == 1 else f"layers {first} to {last}")
     what = f"stage {own[0]}" if len(own) == 1 else f"stages {', '.join(map(str, own))}"
     modes = {"store": "", "recompute": ", recomputing its forward", "offload": ", offloading"}
     return (
-        f"no plan{how} fits into memory. Nearest is balance={list(draft.balance)} with "
-        f"chunks={draft.form.m} under {draft.form.name!r}: {what} ({' and '.join(told)}) needs "
-        f"{in_bytes(needs, up=True)}{modes[draft.modes[own[0]]]}, {in_bytes(needs - has, up=True)} "
-        f"more than the {in_bytes(has)} of {machine.names[d]}. It would fit with "
-        f"{', or '.join(ways)}"
+        f"no plan{how} fits into memory. Nearest is balance={list(candidate.balance)} with "
+        f"chunks={shape.m} under {shape.name!r}: {what} ({' and '.join(layers_of)}) needs "
+        f"{in_bytes(needs, up=True)}{modes[candidate.modes[own[0]]]}, "
+        f"{in_bytes(needs - has, up=True)} more than the {in_bytes(has)} of {machine.names[d]}. "
+        f"It would fit with {', or '.join(ways)}"
     )
 
 
-def shared(terms: Terms, chunks: Chunks = None) -> tuple[tuple[int, ...], Draft]:
-    """The order of the devices and the best draft under 1F1B in which devices of one kind share
+def shared(problem: Problem, chunks: Chunks = None) -> tuple[tuple[int, ...], Candidate]:
+    """The order of the devices and the best candidate under 1F1B in which devices of one kind share
     stages.
 
     If links differ, the devices of a stage are neighbours, or a fixed distance apart.
     """
-    devices, best = len(terms.machine), list[tuple[Any, tuple[int, ...], Draft]]()
+    devices, best = len(problem.machine), list[tuple[Any, tuple[int, ...], Candidate]]()
     strides = [k for k in range(1, devices) if devices % k == 0]
-    for stride in strides if not terms.machine.even_links else [1]:
+    for stride in strides if not problem.machine.even_links else [1]:
         order = tuple([d for k in range(stride) for d in range(k, devices, stride)])
-        there, drafts = terms.on(terms.machine.ordered(order)), list[Draft]()
-        counts = chunk_counts(terms.batch_size, chunks)
+        there, candidates = problem.on(problem.machine.ordered(order)), list[Candidate]()
+        counts = chunk_counts(problem.batch_size, chunks)
         counts = tuple(m for m in counts if m * devices <= _CELLS) or counts[-1:]
         for m in sorted(counts, key=lambda m: abs(math.log(m / (4 * devices)))):
             for replicas, balance in _layouts(there, m):
-                fitting = [one.time for one in drafts if one.excess <= 1]
+                fitting = [one.time for one in candidates if one.excess <= 1]
                 for slots in ("overlap", "textbook"):
                     place = consecutive(replicas)
-                    form = Form(one_f_one_b(m, place, slots=slots))
-                    draft = there.draft(form, balance, at_most=min(fitting, default=math.inf))
-                    drafts += [draft] if draft else []
-                    if not draft or draft.excess <= 1:
+                    shape = ScheduleShape(one_f_one_b(m, place, slots=slots))
+                    candidate = there.evaluate(
+                        shape, balance, at_most=min(fitting, default=math.inf)
+                    )
+                    candidates += [candidate] if candidate else []
+                    if not candidate or candidate.excess <= 1:
                         break
-        for draft in sorted(drafts, key=_rank)[:2]:
-            draft, _ = improved(there, draft, _SHORT)
-            best.append((draft.rank, order, draft))
-    _, order, draft = min(best, key=lambda each: each[:2])
-    return order, draft
+        for candidate in sorted(candidates, key=_rank)[:2]:
+            candidate, _ = improved(there, candidate, _SHORT)
+            best.append((candidate.rank, order, candidate))
+    _, order, candidate = min(best, key=lambda each: each[:2])
+    return order, candidate
 
 
-def _layouts(terms: Terms, m: int) -> Iterator[tuple[tuple[int, ...], Balance]]:
+def _layouts(problem: Problem, m: int) -> Iterator[tuple[tuple[int, ...], Balance]]:
     """Pairs of replicas and balance to try: all pairs if there are few, else those whose most
     costly stage costs least, for several limits on the devices that share a stage.
     """
-    layers, devices = len(terms.profile.layers), len(terms.machine)
+    layers, devices = len(problem.profile.layers), len(problem.machine)
     numbers = range(1, min(layers, devices) + 1)
     if sum(math.comb(layers - 1, n - 1) * math.comb(devices, n) for n in numbers) <= _LAYOUTS:
         for n in numbers:
@@ -606,12 +625,12 @@ def _layouts(terms: Terms, m: int) -> Iterator[tuple[tuple[int, ...], Balance]]:
                     replicas = tuple(b - a for a, b in pairwise((0, *used)))
                     yield replicas, tuple(b - a for a, b in pairwise((0, *ends, layers)))
         return
-    chain, limit = terms.chain(m), min(terms.machine.memory)
+    chain, limit = problem.chain(m), min(problem.machine.memory)
     at = (*range(0, layers, -(-layers // _BOUNDARIES)), layers)
     run, sent = chain.runs(at, False), chain.tensors["inputs"][[*at[:-1]], None]
-    rate = min(map(min, terms.machine.bandwidth))
-    one, trained = torch.ones_like(run.forward), doubles(terms.trained(0, end) for end in at)
-    held = [chain.held(run, one, one, mode).most(1) for mode in terms.modes[:2]]
+    rate = min(map(min, problem.machine.bandwidth))
+    one, trained = torch.ones_like(run.forward), doubles(problem.trained(0, end) for end in at)
+    held = [chain.held(run, one, one, mode).most(1) for mode in problem.modes[:2]]
     work = (run.forward + run.backward).masked_fill(torch.stack(held).amin(0) > limit, math.inf)
     exchange = 2 * (trained - trained[:-1, None]) / rate
 
@@ -628,120 +647,124 @@ def _layouts(terms: Terms, m: int) -> Iterator[tuple[tuple[int, ...], Balance]]:
 
 
 def variants(
-    terms: Terms, found: Sequence[Draft], names: Iterable[str], sizes: Sequence[tuple[int, int]],
-    work: int = _SHORT, stages: int | None = None,
-) -> list[Draft]:  # fmt: skip
-    """The fastest draft that fits, or the nearest to fitting, for each schedule. Leaves out
+    problem: Problem, found: Sequence[Candidate], names: Iterable[str],
+    sizes: Sequence[tuple[int, int]], work: int = _SHORT, stages: int | None = None,
+) -> list[Candidate]:  # fmt: skip
+    """The fastest candidate that fits, or the nearest to fitting, for each schedule. Leaves out
     schedules that the devices or stages rule out, and ``"auto"`` if it would take too long.
 
-    ``found``: drafts under 1F1B, the fastest first. ``sizes``: the numbers of devices and
+    ``found``: candidates under 1F1B, the fastest first. ``sizes``: the numbers of devices and
     micro-batches to try. ``work``: simulated actions for each schedule.
     """
-    names, found = [*names], [draft for draft in found if len(draft.balance) > 1]
-    best = dict[str, Draft]()
+    names, found = [*names], [candidate for candidate in found if len(candidate.balance) > 1]
+    best = dict[str, Candidate]()
     for name in LAYOUTS if AUTO in names else names:
-        drafts = list[Draft]()
+        candidates = list[Candidate]()
         if name == AUTO:
             fitting = sorted((one for one in best.values() if one.excess <= 1), key=_rank)
-            starts = [one for one in [*found[:1], *fitting[:2]] if stages in (None, one.form.n)]
-            small = all(one.form.m * one.form.n * 50 <= work for one in starts)
-            drafts = [one for start in starts if small for one in _made_to_measure(terms, start)]
+            starts = [one for one in [*found[:1], *fitting[:2]] if stages in (None, one.shape.n)]
+            small = all(one.shape.m * one.shape.n * 50 <= work for one in starts)
+            candidates = [
+                one for start in starts if small for one in _made_to_measure(problem, start)
+            ]
         for p, m in sizes if name != AUTO else ():
             line = tuple(range(p))
-            shapes = {_LINE: [line], _V: [line + line[::-1]], _ROUNDS: [line * 2, line * 3]}
-            for device_of in shapes[LAYOUTS[name][1]]:
+            places = {_LINE: [line], _V: [line + line[::-1]], _ROUNDS: [line * 2, line * 3]}
+            for device_of in places[LAYOUTS[name][1]]:
                 n = len(device_of)
-                if n > len(terms.profile.layers) or stages not in (None, n):
+                if n > len(problem.profile.layers) or stages not in (None, n):
                     continue
                 make: Any = SCHEDULES[name]
                 rounds = round_sizes(m, p) if name.startswith("interleaved") else []
                 made = [make(m, device_of, size=size) for size in rounds] or [make(m, device_of)]
-                for form in map(Form, made):
-                    cuts = dict.fromkeys(_starts(terms, form, found))
-                    own = (terms.draft(form, balance) for balance in cuts)
-                    drafts.append(min(filter(None, own), key=_rank))
+                for shape in map(ScheduleShape, made):
+                    cuts = dict.fromkeys(_starts(problem, shape, found))
+                    own = (problem.evaluate(shape, balance) for balance in cuts)
+                    candidates.append(min(filter(None, own), key=_rank))
         if name != AUTO:
-            tried = sorted(drafts, key=_rank)[:3]
-            drafts = [improved(terms, one, work // 3)[0] for one in tried]
-        if drafts:
-            best[name] = min(drafts, key=_rank)
+            tried = sorted(candidates, key=_rank)[:3]
+            candidates = [improved(problem, one, work // 3)[0] for one in tried]
+        if candidates:
+            best[name] = min(candidates, key=_rank)
     return [best[name] for name in names if name in best]
 
 
 def _sizes(
-    terms: Terms, found: Sequence[Draft], chunks: Chunks, stages: int | None
+    problem: Problem, found: Sequence[Candidate], chunks: Chunks, stages: int | None
 ) -> list[tuple[int, int]]:
-    """The numbers of devices and micro-batches to try, near those of the drafts in ``found``."""
-    most, counts = len(terms.machine), chunk_counts(terms.batch_size, chunks)
-    devices = {most, *(draft.form.devices for draft in found[:2])}
+    """The numbers of devices and micro-batches to try, near those in ``found``."""
+    most, counts = len(problem.machine), chunk_counts(problem.batch_size, chunks)
+    devices = {most, *(candidate.shape.devices for candidate in found[:2])}
     if stages is not None:  # a device may have several stages
         devices = {p for p in range(1, most + 1) if stages % p == 0}
     if chunks is None:
         counts = tuple(m for m in counts if m * most <= _CELLS) or counts[:1]
-        near = [bisect_left(counts, draft.form.m) for draft in found[:2]] or [len(counts)]
+        near = [bisect_left(counts, candidate.shape.m) for candidate in found[:2]] or [len(counts)]
         counts = tuple({m for at in near for m in counts[max(0, at - 2) : at + 2]})
     few = sorted((p for p in devices if p > 1 or most == 1), reverse=True)
     return [*product(few, sorted(counts))]
 
 
-def _starts(terms: Terms, form: Form, found: Sequence[Draft]) -> Iterator[Balance]:
-    """The cuts to begin with: of even time, of even memory, and those of ``found`` for as many
+def _starts(
+    problem: Problem, shape: ScheduleShape, found: Sequence[Candidate]
+) -> Iterator[Balance]:
+    """The initial cuts: of even time, of even memory, and those of ``found`` for as many
     devices, extended by one layer for each further stage to avoid new slow transfers.
     """
-    sums, n, layers = terms.chain(form.m).sums, form.n, len(terms.profile.layers)
+    sums, n, layers = problem.chain(shape.m).sums, shape.n, len(problem.profile.layers)
     held = list(map(sum, zip(sums["fixed"], sums["stored"], strict=True)))
     yield tuple(balance_cost([b - a for a, b in pairwise(sums["time"])], n))
     if held == sorted(held) and held[-1] > 0:
         yield tuple(balance_cost([b - a for a, b in pairwise(held)], n))
-    for draft in found:
-        if len(draft.balance) == form.devices:
-            ends = [*accumulate(draft.balance), *[layers] * (n - form.devices)]
+    for candidate in found:
+        if len(candidate.balance) == shape.devices:
+            ends = [*accumulate(candidate.balance), *[layers] * (n - shape.devices)]
             ends = [min(end, layers - n + k) for k, end in enumerate(ends, 1)]
             yield tuple(b - a for a, b in pairwise([0, *ends]))
 
 
-def _made_to_measure(terms: Terms, start: Draft) -> Iterator[Draft]:
-    """The drafts that fit for a cut: with its own schedule, and with one made to measure."""
-    form = start.form
-    made = [replace(form.schedule, name=AUTO)]
-    stages = terms.stages(form, start.balance, start.modes)
+def _made_to_measure(problem: Problem, start: Candidate) -> Iterator[Candidate]:
+    """The candidates that fit for a cut: with its own schedule, and with one made to measure."""
+    shape = start.shape
+    made = [replace(shape.schedule, name=AUTO)]
+    stages = problem.stages(shape, start.balance, start.modes)
     limits = []
-    for own, limit in zip(form.stages_of, terms.machine.memory, strict=False):
+    for own, limit in zip(shape.stages_of, problem.machine.memory, strict=False):
         base = sum(stages[j].fixed for j in own) + max(stages[j].transient for j in own)
         limits.append(max(0.0, limit - base))
     with suppress(ValueError):  # auto() may find that nothing fits: it overestimates memory
         made.append(auto(
-            form.m,
-            form.device_of,
-            costs=terms.costs(form, start.balance),
-            rematerialized=[form.m * (mode == "recompute") for mode in start.modes],
+            shape.m,
+            shape.device_of,
+            costs=problem.costs(shape, start.balance),
+            rematerialized=[shape.m * (mode == "recompute") for mode in start.modes],
             activations=[max(s.each + s.once, s.halves) for s in stages],
             inputs=[s.each for s in stages],
             memory=limits,
-            split=form.split,
-            starts=[form.schedule],
+            split=shape.split,
+            starts=[shape.schedule],
         ))  # fmt: skip
     for schedule in made:
-        draft = terms.draft(Form(schedule), start.balance, start.modes)
-        if draft is not None and draft.excess <= 1:
-            yield draft
+        candidate = problem.evaluate(ScheduleShape(schedule), start.balance, start.modes)
+        if candidate is not None and candidate.excess <= 1:
+            yield candidate
 
 
 # -- nothing fits ----------------------------------------------------------------------------------
 
 
-def _least_share(terms: Terms, m: int, n: int) -> tuple[float, Balance]:
+def _least_share(problem: Problem, m: int, n: int) -> tuple[float, Balance]:
     """The least possible peak share of memory of any device, for ``n`` stages with one slot each;
     and its cut.
     """
-    chain, machine, count = terms.chain(m), terms.machine, len(terms.profile.layers)
+    chain, machine, count = problem.chain(m), problem.machine, len(problem.profile.layers)
     at = (*range(0, count, max(1, min(-(-count // _MOST_BOUNDARIES), count // n))), count)
 
     @lru_cache
     def needs(first: bool, speed: float) -> Tensor:
         run = chain.runs(at, first)
         one, taken = torch.ones_like(run.forward), machine.host * run.forward / speed
-        held = [chain.held(run, one, one, mode, taken).most(1) for mode in terms.modes]
+        held = [chain.held(run, one, one, mode, taken).most(1) for mode in problem.modes]
         return torch.stack(held).amin(0).expand(len(at) - 1, -1)
 
     def share(k: int, _: int) -> Tensor:
@@ -751,23 +774,23 @@ def _least_share(terms: Terms, m: int, n: int) -> tuple[float, Balance]:
     return least, tuple(at[j] - at[i] for i, j, _ in stages)
 
 
-def shortage(terms: Terms, *, chunks: Chunks = None, stages: int | None = None) -> str | None:
+def shortage(problem: Problem, *, chunks: Chunks = None, stages: int | None = None) -> str | None:
     """Why :func:`search` finds nothing, with the same arguments; None if a plan fits.
 
     Considers the smallest micro-batches, one slot for each stage, and the mode with the least
-    memory. The message names the draft that is nearest to fitting and what would fit: more memory,
-    more such devices (up to 64), a smaller mini-batch.
+    memory. The message names the candidate nearest to fitting and what would fit: more memory, more
+    such devices (up to 64), a smaller mini-batch.
 
     Raises:
         ValueError: a number of micro-batches or stages is impossible.
     """
-    machine, layers, batch = terms.machine, terms.profile.layers, terms.batch_size
-    counts = _stage_counts(terms, stages)
+    machine, layers, batch = problem.machine, problem.profile.layers, problem.batch_size
+    counts = _stage_counts(problem, stages)
     wanted = () if chunks is None else chunk_counts(batch, chunks)
 
     def nearest(batch_size: int) -> tuple[float, int, Balance]:
         """The share of memory, the micro-batches and the balance nearest to fitting."""
-        smaller = terms.on(machine, batch_size)
+        smaller = problem.on(machine, batch_size)
         asked = [m for m in wanted if batch_size % m == 0] or None
         m = max(chunk_counts(batch_size, asked))
         share, balance = min(_least_share(smaller, m, n) for n in counts)
@@ -776,14 +799,14 @@ def shortage(terms: Terms, *, chunks: Chunks = None, stages: int | None = None) 
     value, m, balance = nearest(batch)
     if value <= 1:
         return None
-    draft = terms.draft(one_f_one_b_form(m, (1,) * len(balance)), balance)
-    assert draft is not None
+    candidate = problem.evaluate(one_f_one_b_shape(m, (1,) * len(balance)), balance)
+    assert candidate is not None
     ways = []
     if machine.uniform:
-        more = in_bytes(draft.excess * max(machine.memory) * (1 + 1e-9), up=True)
+        more = in_bytes(candidate.excess * max(machine.memory) * (1 + 1e-9), up=True)
         ways.append(f"{more} on each device")
     if machine.uniform and stages is None:
-        many = terms.on(Machine.even(_MOST_DEVICES, min(machine.memory), host=machine.host))
+        many = problem.on(Machine.even(_MOST_DEVICES, min(machine.memory), host=machine.host))
         some = range(1, min(_MOST_DEVICES, len(layers)) + 1)
         k = bisect_left(some, True, key=lambda n: _least_share(many, m, n)[0] <= 1)
         ways += [f"{n} such devices" for n in some[k : k + 1]]
@@ -793,4 +816,4 @@ def shortage(terms: Terms, *, chunks: Chunks = None, stages: int | None = None) 
     ways += [f"batch_size={k * step}"] * (k > 0)
     ways.append("a smaller param_scale (an optimizer with less state)")
     ways += ["the devices in another order"] * (not machine.uniform)
-    return _nearest(terms, draft, "", ways)
+    return _nearest(problem, candidate, "", ways)

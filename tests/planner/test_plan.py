@@ -29,7 +29,7 @@ from syncpipe.timeline.timeline import Timeline
 from tests.support.models import linear_model
 
 NAMES = [name for name in LAYOUTS if name not in ("auto", "gpipe")]
-LOCK = "syncpipe.planner.draft.has_lock"
+LOCK = "syncpipe.planner.candidates.has_lock"
 
 
 def profile_of(
@@ -101,7 +101,7 @@ def test_a_pipe_runs_it(name: str) -> None:
     for d in range(2) if name in ("gpipe", "1f1b") else ():
         ran = sorted((s for s in trace.spans if s.j == d and s.kind in ("forward", "backward")),
                      key=lambda s: s.start)  # fmt: skip
-        row = plan.chosen.form.schedule.actions[d]
+        row = plan.chosen.shape.schedule.actions[d]
         assert [(s.kind, s.i) for s in ran] == [(action.kind, action.i) for action in row]
 
 
@@ -153,9 +153,9 @@ def test_no_device_ever_holds_more_than_is_said(data: st.DataObject) -> None:
     except NoPlan:
         return
     chosen, said = plan.chosen, plan.as_dict()["memory_of_devices"]
-    stages = plan.terms.stages(chosen.form, chosen.balance, chosen.modes)
-    places = enumerate(chosen.form.stages_of)
-    held = [max(chosen.form.levels(d, {j: stages[j] for j in own})) for d, own in places]
+    stages = plan.terms.stages(chosen.shape, chosen.balance, chosen.modes)
+    places = enumerate(chosen.shape.stages_of)
+    held = [max(chosen.shape.levels(d, {j: stages[j] for j in own})) for d, own in places]
     for most, told, memory in zip(held, said, plan.machine.memory, strict=False):
         assert most <= told * (1 + 1e-9) <= memory * (1 + 1e-8)
     if name in NAMES or "recompute" not in chosen.modes:
@@ -444,7 +444,7 @@ def test_text_dictionary_and_page_search_nothing(
 
     monkeypatch.setattr("syncpipe.planner.alternatives.variants", refused)
     monkeypatch.setattr("syncpipe.planner.search.auto", refused)
-    monkeypatch.setattr("syncpipe.planner.draft.play", refused)
+    monkeypatch.setattr("syncpipe.planner.candidates.play", refused)
     str(plan)
     assert plan.as_dict()["schedules"] == []
     plan.save(tmp_path / "plan.html")

@@ -16,8 +16,8 @@ import syncpipe
 from syncpipe import Pipe
 from syncpipe.balance import LayerProfile, Profile, profile
 from syncpipe.balance.stored import FACTORS
+from syncpipe.planner.candidates import Problem, ScheduleShape, one_f_one_b_shape
 from syncpipe.planner.chain import Chain, Mode
-from syncpipe.planner.draft import Form, Terms, one_f_one_b_form
 from syncpipe.planner.machine import Machine, machine_of
 from syncpipe.schedules import build
 from syncpipe.training.weight_gradients import PRODUCTS
@@ -129,12 +129,12 @@ def test_the_planned_peak_is_near_what_devices_count(model, schedule, checkpoint
     found = profile(layers, x, sizes=[SAMPLES], timeout=0.0, device=acc.device())
     modes: list[Mode] = ["recompute" if checkpoint == "always" else "store"] * 3
     made = build(schedule, CHUNKS, range(3))
-    form = one_f_one_b_form(CHUNKS, made.in_flight) if schedule == "1f1b" else Form(made)
-    draft = Terms(found, Machine.even(3), len(x), 2.0).draft(form, cut, modes)
-    assert draft is not None
+    shape = one_f_one_b_shape(CHUNKS, made.in_flight) if schedule == "1f1b" else ScheduleShape(made)
+    candidate = Problem(found, Machine.even(3), len(x), 2.0).evaluate(shape, cut, modes)
+    assert candidate is not None
     counted = peaks(layers, x, cut, schedule=schedule, checkpoint=checkpoint)
     near = 0.2 if schedule == "zb_h1" else 0.1
-    assert max(draft.on_device) == pytest.approx(max(counted), rel=near)
+    assert max(candidate.on_device) == pytest.approx(max(counted), rel=near)
 
 
 @pytest.mark.gpu

@@ -17,8 +17,8 @@ from syncpipe import Pipe
 from syncpipe.balance.profile import LayerProfile, Profile, SkipProfile
 from syncpipe.options import consecutive
 from syncpipe.planner import NoPlan, replicated
+from syncpipe.planner.candidates import Problem, ScheduleShape
 from syncpipe.planner.chain import Chain, costs_of
-from syncpipe.planner.draft import Form, Terms
 from syncpipe.planner.machine import Machine
 from syncpipe.schedules import build, one_f_one_b, simulate
 
@@ -173,13 +173,13 @@ def chain(times: list[float], parameters: list[int]) -> Profile:
     ids=["tight", "tight, four devices", "slow links", "one heavy layer"],
 )
 def test_no_layout_is_faster(layers: Profile, machine: Machine) -> None:
-    terms, times = Terms(layers, machine, 8, 4.0), list[float]()
+    problem, times = Problem(layers, machine, 8, 4.0), list[float]()
     for stages in every(len(layers.layers), len(machine)):
         for fewer in range(len(machine)):
             replicas = [max(1, r - fewer) for *_, r in stages]
-            form = Form(one_f_one_b(8, consecutive(replicas)))
-            draft = terms.draft(form, [j - i for i, j, _ in stages])
-            times += [draft.time] if draft and draft.excess <= 1 else []
+            shape = ScheduleShape(one_f_one_b(8, consecutive(replicas)))
+            candidate = problem.evaluate(shape, [j - i for i, j, _ in stages])
+            times += [candidate.time] if candidate and candidate.excess <= 1 else []
     plan = syncpipe.plan(layers, devices=machine, batch_size=8, chunks=8, replicas=True)
     assert plan.step_time <= min(times) * (1 + 1e-9)
     assert max(a / b for a, b in zip(plan.chosen.on_device, machine.memory, strict=False)) <= 1

@@ -18,8 +18,8 @@ from hypothesis import strategies as st
 from benchmarks.planning import case, compared, random_profile
 from syncpipe import plan
 from syncpipe.balance.profile import LayerProfile, Profile, SkipProfile
+from syncpipe.planner.candidates import Candidate, Problem, one_f_one_b_shape
 from syncpipe.planner.chain import Chain, Mode, chunk_counts, costs_of
-from syncpipe.planner.draft import Draft, Terms, one_f_one_b_form
 from syncpipe.planner.machine import BYTES, Machine, number_of
 from syncpipe.planner.search import search, search_orders, shortage
 from syncpipe.schedules import one_f_one_b, simulate
@@ -60,8 +60,8 @@ def machines(draw: st.DrawFn) -> Machine:
 
 
 def best(profile: Profile, machine: Machine, batch: int, scale: float = 4.0, **choice: Any
-) -> Draft | None:  # fmt: skip
-    return next(iter(search(Terms(profile, machine, batch, scale), **choice)), None)
+) -> Candidate | None:  # fmt: skip
+    return next(iter(search(Problem(profile, machine, batch, scale), **choice)), None)
 
 
 def balances(length: int, n: int) -> Iterator[tuple[int, ...]]:
@@ -120,7 +120,7 @@ def test_tight_memory_has_slots_between_those_that_hide_transfers_the_textbooks_
     found = best(profile, Machine.even(devices, memory, 12e9), 512, chunks=chunks)
     assert found is not None
     assert found.time < time
-    assert 1 < found.form.in_flight[0] < 2 * devices - 1
+    assert 1 < found.shape.in_flight[0] < 2 * devices - 1
 
 
 @pytest.mark.parametrize(
@@ -137,7 +137,7 @@ def test_more_memory_is_no_slower_where_skips_leave_few_slots(
     assert all(more <= 1.005 * less for less, more in pairwise(times))
 
 
-# --- what a draft says ---------------------------------------------------------------------------
+# --- what a candidate says -----------------------------------------------------------------------
 
 
 @given(profiles(most=8), st.integers(1, 12), st.data())
@@ -152,29 +152,29 @@ def test_a_draft_is_what_is_simulated_and_no_faster_than_its_bound(
     slots = sorted(data.draw(st.lists(st.integers(1, m), min_size=n, max_size=n)), reverse=True)
     mode = st.sampled_from(("store", "recompute"))
     modes: list[Mode] = data.draw(st.lists(mode, min_size=n, max_size=n))  # type: ignore[arg-type]
-    terms = Terms(profile, machine, batch, 4.0)
-    form = one_f_one_b_form(m, tuple(slots))
-    draft = terms.draft(form, balance, modes)
-    assert draft is not None
-    costs = terms.costs(form, balance)
-    played = simulate(one_f_one_b(m, n, slots=slots), costs, form.recomputed(modes))
-    assert draft.time == pytest.approx(played.makespan)
-    assert terms.bound(form, balance, costs, modes) <= draft.time * (1 + 1e-9)
-    assert terms.draft(form, balance, modes, at_most=draft.time) == draft
+    problem = Problem(profile, machine, batch, 4.0)
+    shape = one_f_one_b_shape(m, tuple(slots))
+    candidate = problem.evaluate(shape, balance, modes)
+    assert candidate is not None
+    costs = problem.costs(shape, balance)
+    played = simulate(one_f_one_b(m, n, slots=slots), costs, shape.recomputed(modes))
+    assert candidate.time == pytest.approx(played.makespan)
+    assert problem.bound(shape, balance, costs, modes) <= candidate.time * (1 + 1e-9)
+    assert problem.evaluate(shape, balance, modes, at_most=candidate.time) == candidate
     assert all(map(int.__le__, played.in_flight, slots))
-    stages = enumerate(zip(draft.ends, slots, modes, strict=True))
-    chain = terms.chain(m)
+    stages = enumerate(zip(candidate.ends, slots, modes, strict=True))
+    chain = problem.chain(m)
     memory = [chain.memory(*ends, q, slots[0], how) for _, (ends, q, how) in stages]
     if profile.skips:  # whose gradients wait for less long if they come from near
-        assert all(a <= b * (1 + 1e-9) for a, b in zip(draft.memory, memory, strict=True))
+        assert all(a <= b * (1 + 1e-9) for a, b in zip(candidate.memory, memory, strict=True))
     else:
-        assert list(draft.memory) == pytest.approx(memory)
+        assert list(candidate.memory) == pytest.approx(memory)
 
 
 # --- offload ------------------------------------------------------------------------------------
 
 
-def offloading(host: float) -> Draft:
+def offloading(host: float) -> Candidate:
     layers = [LayerProfile(str(k), {8: 1.0}, {8: 2.0}, {8: 2.0}, {8: 40.0}) for k in range(4)]
     machine = Machine.even(2, 175.0, 1.0, host)  # with two in flight the slow link waits
     found = best(Profile(tuple(layers)), machine, 64, chunks=8, stages=2)
@@ -191,10 +191,10 @@ def test_a_fast_link_to_the_host_is_better_than_recomputation() -> None:
 
 def test_no_step_is_shorter_than_what_the_link_takes() -> None:
     layers = [LayerProfile(str(k), {8: 1.0}, {8: 2.0}, {8: 1.0}, {8: 40.0}) for k in range(2)]
-    terms = Terms(Profile(tuple(layers)), Machine.even(2, math.inf, host=10.0), 64, 4.0)
-    draft = terms.draft(one_f_one_b_form(8, (2, 1)), (1, 1), ("offload", "store"))
-    assert draft is not None
-    assert draft.time == draft.bound == 8 * 2 * 40 / 10
+    problem = Problem(Profile(tuple(layers)), Machine.even(2, math.inf, host=10.0), 64, 4.0)
+    candidate = problem.evaluate(one_f_one_b_shape(8, (2, 1)), (1, 1), ("offload", "store"))
+    assert candidate is not None
+    assert candidate.time == candidate.bound == 8 * 2 * 40 / 10
 
 
 # --- nothing fits -------------------------------------------------------------------------------
@@ -205,22 +205,22 @@ def test_no_step_is_shorter_than_what_the_link_takes() -> None:
 def test_what_is_found_fits_and_a_shortage_comes_nearest_and_its_advice_is_right(
     profile: Profile, machine: Machine, batch: int
 ) -> None:
-    terms = Terms(profile, machine, batch, 4.0)
-    text, found = shortage(terms), search(terms)
+    problem = Problem(profile, machine, batch, 4.0)
+    text, found = shortage(problem), search(problem)
     assert bool(found) == (text is None)
     for one in found:
         assert one.excess <= 1
         assert all(a <= b for a, b in zip(one.memory, machine.memory, strict=False))
-        assert len(torch.empty(batch).chunk(one.form.m)) == one.form.m
+        assert len(torch.empty(batch).chunk(one.shape.m)) == one.shape.m
     assert len({len(one.balance) for one in found}) == len(found)
     assert all(a.time <= b.time * (1 + 1e-7) for a, b in pairwise(found))
     if text is None:
         return
 
     def excess(balance: Sequence[int], m: int) -> float:
-        draft = terms.draft(one_f_one_b_form(m, (1,) * len(balance)), balance)
-        assert draft is not None
-        return draft.excess
+        candidate = problem.evaluate(one_f_one_b_shape(m, (1,) * len(balance)), balance)
+        assert candidate is not None
+        return candidate.excess
 
     said = re.search(r"balance=\[(.*?)\] with chunks=(\d+)", text)
     assert said
@@ -244,7 +244,7 @@ def test_what_is_found_fits_and_a_shortage_comes_nearest_and_its_advice_is_right
 def test_a_shortage_in_numbers() -> None:
     layers = [LayerProfile(str(k), {8: 1.0}, {8: 1.0}, {8: 8.0}, {8: 16.0}, {}, 25) for k in "abcd"]
     profile = Profile(tuple(layers))
-    text = shortage(Terms(profile, Machine.even(2, 150.0), 8, 4.0))
+    text = shortage(Problem(profile, Machine.even(2, 150.0), 8, 4.0))
     # 2 layers with 100 for parameters, and 25 for Adam's step.
     assert text is not None
     assert "balance=[2, 2] with chunks=8 under '1f1b': stage 0 (layers 'a' to 'b')" in text
@@ -252,7 +252,7 @@ def test_a_shortage_in_numbers() -> None:
     assert "4 such devices" in text
     assert "batch_size" not in text
     # Micro-batches of 3 samples store 12 beside the 100 of plain SGD, whose step takes no more.
-    fewer = shortage(Terms(profile, Machine.even(2, 112.0), 16, 2.0), chunks=2)
+    fewer = shortage(Problem(profile, Machine.even(2, 112.0), 16, 2.0), chunks=2)
     assert "batch_size=6" in str(fewer)
 
 
@@ -284,14 +284,14 @@ def test_the_last_micro_batch_takes_what_its_samples_take() -> None:
     """10 samples in 4 micro-batches are 3, 3, 3 and 1; memory is that of the large ones."""
     one = {1: 1.0}
     layers = tuple(LayerProfile(k, one, {1: 2.0}, one, {1: 5.0}) for k in "ab")
-    terms = Terms(Profile(layers), Machine.even(2), 10, 4.0)
-    draft = terms.draft(one_f_one_b_form(4, (2, 1)), (1, 1))
-    assert draft is not None
-    costs = terms.costs(draft.form, (1, 1))
+    problem = Problem(Profile(layers), Machine.even(2), 10, 4.0)
+    candidate = problem.evaluate(one_f_one_b_shape(4, (2, 1)), (1, 1))
+    assert candidate is not None
+    costs = problem.costs(candidate.shape, (1, 1))
     assert costs.forward == (3.0, 3.0)
     assert costs.last is not None
     assert costs.last.forward == (1.0, 1.0)
-    assert draft.memory == (30.0, 15.0)
+    assert candidate.memory == (30.0, 15.0)
     alone = best(Profile(layers), Machine.even(1), 10, chunks=4)
     assert alone is not None
     assert alone.time == alone.bound == 10 * 6
@@ -304,7 +304,7 @@ def test_the_order_of_the_kinds_is_chosen() -> None:
     """The first stages store more, so the large devices come first, whatever was said."""
     profile = a_profile()
     given = Machine((600.0, 600.0, 2400.0, 2400.0), Machine.even(4, 1, 1e3).bandwidth)
-    order, found = search_orders(Terms(profile, given, 64, 4.0))
+    order, found = search_orders(Problem(profile, given, 64, 4.0))
     assert order == (2, 3, 0, 1)
     as_given = best(profile, given, 64)
     assert as_given is None or found[0].time < as_given.time
@@ -322,10 +322,10 @@ def test_the_order_of_like_devices_is_that_of_the_links(seed: int) -> None:
     for a, b in combinations(range(n), 2):
         rate[a][b] = rate[b][a] = draw.choice((1.0, 4.0, 20.0))
     machine = Machine((math.inf,) * n, tuple(map(tuple, rate)))
-    terms = Terms(a_profile(6), machine, 64, 4.0)
-    order, found = search_orders(terms, chunks=8)
-    assert terms.on(machine.ordered(order)).draft(found[0].form, found[0].balance) == found[0]
-    every = (search(terms.on(machine.ordered(some)), chunks=8) for some in permutations(range(n)))
+    problem = Problem(a_profile(6), machine, 64, 4.0)
+    order, found = search_orders(problem, chunks=8)
+    assert problem.on(machine.ordered(order)).evaluate(found[0].shape, found[0].balance) == found[0]
+    every = (search(problem.on(machine.ordered(some)), chunks=8) for some in permutations(range(n)))
     assert found[0].time <= 1.02 * min(one[0].time for one in every)
 
 

@@ -1,4 +1,4 @@
-"""``Draft``: one way to run the layers as a pipeline under any schedule, with its time and memory.
+"""``Candidate``: a way to run the layers as a pipeline under any schedule, with time and memory.
 
 :func:`.play` gives the time and :meth:`.Chain.held` the memory of each stage. The peak of a device
 with several stages is the largest sum over its stages at any moment:
@@ -26,14 +26,14 @@ from syncpipe.schedules import one_f_one_b
 from syncpipe.schedules.player import Costs, TimeTable, heads_and_tails, lower_bound, play
 from syncpipe.schedules.schedule import HALVES, KINDS, Kind, Schedule, devices_of, stages_on
 
-__all__ = ["ADAM", "Draft", "Form", "Terms", "one_f_one_b_form"]
+__all__ = ["ADAM", "Candidate", "Problem", "ScheduleShape", "one_f_one_b_shape"]
 
 #: ``param_scale`` for the parameter, its gradient and Adam's two moments. A step of Adam takes the
 #: size of the parameters once more in PyTorch's kernels for lists, the default on accelerators.
 ADAM = 4.0
 
 
-class Form:
+class ScheduleShape:
     """A schedule to try with many cuts, and the slots of its stages under 1F1B without replicas."""
 
     def __init__(self, schedule: Schedule, slots: tuple[int, ...] | None = None) -> None:
@@ -97,17 +97,17 @@ class Form:
 
 
 @lru_cache(maxsize=1024)
-def one_f_one_b_form(m: int, slots: tuple[int, ...]) -> Form:
+def one_f_one_b_shape(m: int, slots: tuple[int, ...]) -> ScheduleShape:
     """1F1B with these slots for each stage; no stage has more slots than the one before it."""
-    return Form(one_f_one_b(m, len(slots), slots=slots), slots)
+    return ScheduleShape(one_f_one_b(m, len(slots), slots=slots), slots)
 
 
 @dataclass(frozen=True)
-class Draft:
+class Candidate:
     """A pipeline, whether it fits or not.
 
     Attributes:
-        form: the schedule.
+        shape: the schedule.
         balance: the number of layers of each stage.
         modes: what each stage does with its activations.
         time: seconds for one mini-batch, simulated, and at least ``interpreter``.
@@ -118,7 +118,7 @@ class Draft:
         bound: seconds below which no order of the same actions falls.
     """
 
-    form: Form = field(repr=False)
+    shape: ScheduleShape = field(repr=False)
     balance: tuple[int, ...]
     modes: tuple[Mode, ...]
     time: float
@@ -135,12 +135,12 @@ class Draft:
 
     @property
     def rank(self) -> tuple[float, float, int, float, int]:
-        """A sort key: the better of two drafts has the smaller rank."""
+        """A sort key: the better of two candidates has the smaller rank."""
         time = float(f"{self.time:.8e}")
-        return self.excess, time, len(self.balance), max(self.on_device), self.form.m
+        return self.excess, time, len(self.balance), max(self.on_device), self.shape.m
 
 
-class Terms:
+class Problem:
     """The inputs of a search: layers, machine, mini-batch and optimizer, as ``plan`` takes them."""
 
     def __init__(
@@ -153,7 +153,7 @@ class Terms:
         self.update = float(param_scale >= ADAM) if update is None else update
         self._chains: dict[int, Chain] = {}
         #: Drafts under 1F1B by number of micro-batches, slots and balance.
-        self._known: dict[tuple[object, ...], Draft] = {}
+        self._known: dict[tuple[object, ...], Candidate] = {}
         self.modes: tuple[Mode, ...] = ("store", "recompute")
         self.modes += ("offload",) if machine.host else ()
         trained = (x.parameter_bytes - x.frozen_bytes for x in self.profile.layers)
@@ -168,10 +168,10 @@ class Terms:
             )
         return self._chains[samples]
 
-    def on(self, machine: Machine, batch_size: int = 0) -> Terms:
+    def on(self, machine: Machine, batch_size: int = 0) -> Problem:
         """The same problem on other devices, or with another mini-batch."""
         batch = batch_size or self.batch_size
-        other = Terms(self.profile, machine, batch, self.param_scale, self.update)
+        other = Problem(self.profile, machine, batch, self.param_scale, self.update)
         if batch == self.batch_size:
             other._chains = self._chains
         return other
@@ -180,18 +180,20 @@ class Terms:
     def _placed(self, places: tuple[tuple[int, ...], ...]) -> Machine:
         return self.machine.shared(places)
 
-    def costs(self, form: Form, balance: Sequence[int]) -> Costs:
+    def costs(self, shape: ScheduleShape, balance: Sequence[int]) -> Costs:
         """The times of the stages of a cut."""
-        places, last = self._placed(form.places), self.batch_size % form.m > 0
-        chains = [self.chain(form.m, which) for which in range(1 + last)]
-        found = [costs_of(chain, places, balance, form.split) for chain in chains]
+        places, last = self._placed(shape.places), self.batch_size % shape.m > 0
+        chains = [self.chain(shape.m, which) for which in range(1 + last)]
+        found = [costs_of(chain, places, balance, shape.split) for chain in chains]
         return replace(found[0], last=found[1]) if last else found[0]
 
-    def held(self, form: Form, s: int, ends: Sequence[tuple[int, int]], mode: Mode) -> Held:
+    def held(
+        self, shape: ScheduleShape, s: int, ends: Sequence[tuple[int, int]], mode: Mode
+    ) -> Held:
         """The memory of stage ``s``, given the layers of all stages."""
-        chain, q = self.chain(form.m), form.in_flight[s]
-        q0 = form.in_flight[0] if form.slots else q + form.waiting("forward", 0, s)
-        (i, j), speed = ends[s], self.machine.speed[form.device_of[s]]
+        chain, q = self.chain(shape.m), shape.in_flight[s]
+        q0 = shape.in_flight[0] if shape.slots else q + shape.waiting("forward", 0, s)
+        (i, j), speed = ends[s], self.machine.speed[shape.device_of[s]]
         run, returned = chain.run(i, j), 0.0
         if run.returned:
             sent = [(stash, pop, size) for stash, pop, size in chain.skips]
@@ -199,30 +201,32 @@ class Terms:
             stages = [t for t, (a, b) in enumerate(ends) for _ in range(b - a)]
             for stash, pop, size in sent:
                 if i <= stash < j <= pop:
-                    returned += size * form.waiting("backward", stages[pop], s)
+                    returned += size * shape.waiting("backward", stages[pop], s)
         found = chain.held(run, q, q0, mode, self.machine.host * run.forward / speed, returned)
-        if form.split:
+        if shape.split:
             halves, transient = chain.sums["halves"], chain.split_transient(i, j)
             weight = max(chain.trained[i:j]) - transient
             found = found._replace(halves=halves[j] - halves[i], transient=transient, weight=weight)
         return found
 
-    def _at(self, d: int, form: Form, j: int, ends: tuple[int, int], held: Held) -> Held:
+    def _at(self, d: int, shape: ScheduleShape, j: int, ends: tuple[int, int], held: Held) -> Held:
         """The memory of a stage on device ``d``, one of its replicas. The first replica receives
         all gradients and has the optimizer; the others hold parameters and gradients only.
         """
-        if form.replicas[j] == 1:
+        if shape.replicas[j] == 1:
             return held
         trained = self.trained(*ends)
-        if d == form.device_of[j]:
-            return held._replace(fixed=held.fixed + (form.replicas[j] - 1) * trained)
+        if d == shape.device_of[j]:
+            return held._replace(fixed=held.fixed + (shape.replicas[j] - 1) * trained)
         less = max(0.0, self.param_scale - 2) * trained
         return held._replace(fixed=held.fixed - less, update=0.0)
 
-    def stages(self, form: Form, balance: Sequence[int], modes: Sequence[Mode]) -> list[Held]:
+    def stages(
+        self, shape: ScheduleShape, balance: Sequence[int], modes: Sequence[Mode]
+    ) -> list[Held]:
         """The memory of each stage of a cut."""
         ends = ends_of(balance)
-        return [self.held(form, s, ends, mode) for s, mode in enumerate(modes)]
+        return [self.held(shape, s, ends, mode) for s, mode in enumerate(modes)]
 
     def trained(self, i: int, j: int) -> float:
         """Bytes of the parameters that layers ``[i, j)`` train."""
@@ -238,75 +242,75 @@ class Terms:
         pairs = zip(ends_of(balance), recomputed, strict=True)
         return has_lock() * math.fsum((sums[j] - sums[i]) * (m + count) for (i, j), count in pairs)
 
-    def draft(
+    def evaluate(
         self,
-        form: Form,
+        shape: ScheduleShape,
         balance: Sequence[int],
         modes: Sequence[Mode] | None = None,
         at_most: float = math.inf,
-    ) -> Draft | None:
-        """The draft of a cut, which need not fit (``excess``); None if its bound exceeds
+    ) -> Candidate | None:
+        """The candidate of a cut, which need not fit (``excess``); None if its bound exceeds
         ``at_most`` seconds. By default each stage gets the fastest mode that fits.
         """
-        key = (form.m, form.slots, tuple(balance))
-        cached = form.slots is not None and modes is None
+        key = (shape.m, shape.slots, tuple(balance))
+        cached = shape.slots is not None and modes is None
         if cached and key in self._known:
             return self._known[key] if self._known[key].bound <= at_most else None
-        costs, none = self.costs(form, balance), [0] * form.n
-        if at_most < math.inf and not form.slots:  # before the modes, which take longer to find
-            device_of = form.schedule.device_of
-            if lower_bound(form.m, device_of, costs, none, form.split) > at_most:
+        costs, none = self.costs(shape, balance), [0] * shape.n
+        if at_most < math.inf and not shape.slots:  # before the modes, which take longer to find
+            device_of = shape.schedule.device_of
+            if lower_bound(shape.m, device_of, costs, none, shape.split) > at_most:
                 return None
-        modes = tuple(self._modes(form, balance, costs) if modes is None else modes)
-        counts = form.recomputed(modes)
-        python = self.interpreter(form.m, balance, counts)
-        if _waiting(form, costs, counts) > at_most:
+        modes = tuple(self._modes(shape, balance, costs) if modes is None else modes)
+        counts = shape.recomputed(modes)
+        python = self.interpreter(shape.m, balance, counts)
+        if _waiting(shape, costs, counts) > at_most:
             return None
-        bound = max(python, self.bound(form, balance, costs, modes))
+        bound = max(python, self.bound(shape, balance, costs, modes))
         if bound > at_most:
             return None
-        device_of = form.schedule.device_of
-        time = play(form.schedule.actions, form.m, device_of, costs, counts).makespan
+        device_of = shape.schedule.device_of
+        time = play(shape.schedule.actions, shape.m, device_of, costs, counts).makespan
         # Once per step the replicas receive parameters and send gradients.
         exchange, links = 0.0, self.machine.bandwidth
-        for (first, *others), (i, j) in zip(form.places, ends_of(balance), strict=True):
+        for (first, *others), (i, j) in zip(shape.places, ends_of(balance), strict=True):
             each = (1 / links[first][d] + 1 / links[d][first] for d in others)
             exchange = max(exchange, self.trained(i, j) * sum(each))
         time = (bound if bound > time * (1 + 1e-9) else time) + exchange
-        ends, stages = ends_of(balance), self.stages(form, balance, modes)
+        ends, stages = ends_of(balance), self.stages(shape, balance, modes)
         parts = [
-            {j: self._at(d, form, j, ends[j], stages[j]) for j in own}
-            for d, own in enumerate(form.stages_of)
+            {j: self._at(d, shape, j, ends[j], stages[j]) for j in own}
+            for d, own in enumerate(shape.stages_of)
         ]
-        on_device = tuple(form.most(d, own) for d, own in enumerate(parts))
-        memory = (form.most(d, {j: parts[d][j]}) for j, d in enumerate(form.device_of))
+        on_device = tuple(shape.most(d, own) for d, own in enumerate(parts))
+        memory = (shape.most(d, {j: parts[d][j]}) for j, d in enumerate(shape.device_of))
         shares = (a / b for a, b in zip(on_device, self.machine.memory, strict=False))
-        draft = Draft(
-            form, tuple(balance), modes, time, tuple(memory), on_device, max(1.0, *shares), python,
+        candidate = Candidate(
+            shape, tuple(balance), modes, time, tuple(memory), on_device, max(1.0, *shares), python,
             min(bound + exchange, time),
         )  # fmt: skip
         if cached:
-            self._known[key] = draft
-        return draft
+            self._known[key] = candidate
+        return candidate
 
     def bound(
-        self, form: Form, balance: Sequence[int], costs: Costs, modes: Sequence[Mode]
+        self, shape: ScheduleShape, balance: Sequence[int], costs: Costs, modes: Sequence[Mode]
     ) -> float:
         """Seconds below which no order of these actions falls (:func:`.lower_bound`)."""
         taken = []
-        for own in form.stages_of if "offload" in modes else ():
-            sent = (self.chain(form.m).run(*ends_of(balance)[j]).stored / form.replicas[j]
+        for own in shape.stages_of if "offload" in modes else ():
+            sent = (self.chain(shape.m).run(*ends_of(balance)[j]).stored / shape.replicas[j]
                     for j in own if modes[j] == "offload")  # fmt: skip
-            taken.append(self.link_time(form.m, sum(sent)))
-        counts, device_of = form.recomputed(modes), form.schedule.device_of
-        return lower_bound(form.m, device_of, costs, counts, form.split, taken)
+            taken.append(self.link_time(shape.m, sum(sent)))
+        counts, device_of = shape.recomputed(modes), shape.schedule.device_of
+        return lower_bound(shape.m, device_of, costs, counts, shape.split, taken)
 
-    def _modes(self, form: Form, balance: Sequence[int], costs: Costs) -> list[Mode]:
+    def _modes(self, shape: ScheduleShape, balance: Sequence[int], costs: Costs) -> list[Mode]:
         """The mode of each stage: the fastest combination that fits on each device, or the one with
         the least memory if none fits.
         """
-        ends, m = ends_of(balance), form.m
-        chosen: list[Mode] = ["store"] * form.n
+        ends, m = ends_of(balance), shape.m
+        chosen: list[Mode] = ["store"] * shape.n
 
         def longer(j: int, mode: Mode) -> float:
             forward = m * costs.forward[j]
@@ -315,17 +319,17 @@ class Terms:
                 return max(0.0, link - forward - m * costs.times["backward"][j])
             return forward * (mode == "recompute")
 
-        for d, own in enumerate(form.stages_of):
-            if d not in form.device_of:  # another replica, which needs less than the first
+        for d, own in enumerate(shape.stages_of):
+            if d not in shape.device_of:  # another replica, which needs less than the first
                 continue
             best, limit = (True, math.inf), self.machine.memory[d]
             for modes in product(self.modes, repeat=len(own)):
                 pairs = [*zip(own, modes, strict=True)]
                 stages = {
-                    j: self._at(d, form, j, ends[j], self.held(form, j, ends, mode))
+                    j: self._at(d, shape, j, ends[j], self.held(shape, j, ends, mode))
                     for j, mode in pairs
                 }
-                needs = form.most(d, stages)
+                needs = shape.most(d, stages)
                 rank = needs > limit, needs if needs > limit else sum(longer(*x) for x in pairs)
                 if rank < best:
                     best = rank
@@ -336,19 +340,19 @@ class Terms:
         return chosen
 
 
-def _waiting(form: Form, costs: Costs, counts: Sequence[int]) -> float:
+def _waiting(shape: ScheduleShape, costs: Costs, counts: Sequence[int]) -> float:
     """The lower bound for 1F1B with these slots that :mod:`syncpipe.planner.search` states."""
-    if not form.slots or costs.last:
+    if not shape.slots or costs.last:
         return 0.0
-    heads, tails = heads_and_tails(form.device_of, costs, False)
-    backs, m, least = costs.times["backward"], form.m, 0.0
+    heads, tails = heads_and_tails(shape.device_of, costs, False)
+    backs, m, least = costs.times["backward"], shape.m, 0.0
     there = heads[-1] + costs.forward[-1] + backs[-1] + tails[-1]
-    for j, q in enumerate(form.slots):
+    for j, q in enumerate(shape.slots):
         f, b, pre = costs.forward[j], backs[j], heads[j] + tails[j]
         right, r = there - pre - f - b, b + costs.recompute[j] * bool(counts[j])
         work = m * (f + r)
         if q < m:
-            rest = right - (r - b) * (j + 1 < form.n)
+            rest = right - (r - b) * (j + 1 < shape.n)
             work += max(0.0, rest - (q - 1) * f) + max(0.0, rest - (q - 1) * r)
         else:
             work = max(work, f + right + b + (m - 1) * r, m * f + right + b)
