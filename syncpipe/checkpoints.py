@@ -155,7 +155,6 @@ def _open(file: Path, device: torch.device | str = "cpu") -> Any:
 
 
 def _file_of_tensors(path: Path) -> dict[str, Path]:
-    """The file of each tensor of a checkpoint, by name."""
     index = path / _INDEX
     if not index.exists() or (path / _ONE).exists():
         file = path / _ONE if path.is_dir() else path

@@ -120,7 +120,6 @@ def flatten(tree: Any, *, batches: bool = False) -> tuple[list[Any], Structure |
 
 
 def _structure(tree: Any, leaves: list[Any], batches: bool) -> Structure | None:
-    """The structure of a tree; appends its leaves to ``leaves``."""
     opened = None if batches and batch_kind(tree) else _opened(tree)
     if opened is None:
         leaves.append(tree)
@@ -131,7 +130,6 @@ def _structure(tree: Any, leaves: list[Any], batches: bool) -> Structure | None:
 
 
 def unflatten(leaves: Iterable[Any], structure: Structure | None) -> Any:
-    """The inverse of :func:`flatten`."""
     rest = iter(leaves)
     return next(rest) if structure is None else structure.filled(rest)
 
@@ -154,7 +152,6 @@ def tensors_in(tree: Any) -> list[Tensor]:
 
 
 def distinct(tree: Any) -> list[Tensor]:
-    """The tensors of a tree, each once."""
     if isinstance(tree, Tensor):
         return [tree]
     return list({id(tensor): tensor for tensor in tensors_in(tree)}.values())
@@ -209,7 +206,6 @@ def leaf_names(root: str, tree: Any, *, batches: bool = False) -> list[str]:
 
 
 def by_name(root: str, tree: Any, *, batches: bool = False) -> dict[str, Any]:
-    """The leaves of a tree by their paths, as of :func:`leaf_names`."""
     leaves, _ = flatten(tree, batches=batches)
     return dict(zip(leaf_names(root, tree, batches=batches), leaves, strict=True))
 
@@ -396,7 +392,6 @@ def cut_batch(batch: Any, sizes: list[int]) -> Sequence[Any]:
 
 
 def join_batches(batches: list[Any]) -> Any:
-    """Joins several batches of a registered class."""
     kind: Any = batch_kind(batches[0])
     return kind.join(batches)
 
@@ -439,7 +434,6 @@ def scatter(input: Any, chunks: int) -> list[Any]:
 
 
 def scatter_sized(input: Any, chunks: int) -> tuple[list[Any], list[int]]:
-    """As :func:`scatter`, and the number of samples in each micro-batch."""
     return _scattered(input, chunks, {"input": input})
 
 
@@ -461,7 +455,6 @@ def unwrapped(micro_batch: Any) -> tuple[Any, int]:
 
 
 def without_no_chunk(leaf: Any) -> Any:
-    """The tensor of a ``NoChunk``; any other leaf itself."""
     return leaf.tensor if isinstance(leaf, NoChunk) else leaf
 
 
@@ -482,7 +475,6 @@ def _scattered(tree: Any, chunks: int, named: dict[str, Any]) -> tuple[list[Any]
 
 
 def _refuse_uncut(named: dict[str, Any], chunks: int) -> None:
-    """Refuses values that would not be cut, although they contain tensors of samples."""
     for name, tree in named.items():
         things = [*by_name(name, tree, batches=True).items()]
         containers = _shallow_copied(flatten(tree, batches=True)[1])
@@ -610,7 +602,6 @@ def samples_elsewhere(
 
 
 def _gathered(row: Sequence[Any], output: Any, k: int) -> Any:
-    """The values of the micro-batches at the ``k``-th leaf of the output, as one value."""
     if batch_kind(row[0]):
         return join_batches(list(row))
     if not any(isinstance(value, Tensor) for value in row):

@@ -132,7 +132,6 @@ def _closest(name: str, names: Iterable[str], answer: str) -> str:
 
 
 def unknown_attribute(name: str, names: Iterable[str], error: AttributeError) -> AttributeError:
-    """The error for an attribute that a pipe does not have."""
     if (answer := _ATTRIBUTES.get(name)) is None and not name.startswith("_"):
         answer = _closest(name, names, "did you mean pipe.{}?")
     return AttributeError(f"{error}: {answer}", name=name) if answer else error

@@ -75,17 +75,14 @@ class Layout:
             raise
 
     def with_checkpoint(self, checkpoint: Any) -> Layout:
-        """The same layout with another ``checkpoint`` mode."""
         modes = modes_of_stages(checkpoint, list(self.layers.values()), self.balance)
         return dataclasses.replace(self, checkpoint=checkpoint, modes=modes)
 
     def with_schedule(self, schedule: ScheduleLike) -> Layout:
-        """The same layout with another schedule."""
         check_slots(schedule, list(map(len, self.workers_of)))
         return dataclasses.replace(self, schedule=schedule)
 
     def sequential(self) -> nn.Sequential:
-        """The layers in a sequential module."""
         made = PipeSequential() if self.unpack else nn.Sequential()
         made._modules.update(self.layers)  # add_module refuses names of attributes
         return made
@@ -109,7 +106,6 @@ def first_layout(
     sample: Any,
     **options: Any,
 ) -> Layout:
-    """The layout of a new pipe, from the arguments of ``Pipe``."""
     given = None if devices is None else placement.check_devices(devices)
     if balance is None:
         if options["replicas"] != 1:

@@ -20,7 +20,6 @@ from syncpipe.schedules.stream import VERSIONS
 
 
 def counted(value: Any, given: str, what: str) -> int:
-    """``value`` as an int of at least 1."""
     try:
         count = operator.index(value)
     except TypeError as error:
@@ -33,7 +32,6 @@ def counted(value: Any, given: str, what: str) -> int:
 
 
 def checked_chunks(chunks: Any) -> int:
-    """The number of micro-batches as an int."""
     return counted(chunks, f"chunks={chunks!r}", "the number of micro-batches")
 
 
@@ -88,14 +86,12 @@ def _with_slots(slots: Any) -> partial[Schedule]:
 
 
 def slots_of(schedule: ScheduleLike) -> Any:
-    """The slots that a schedule was made with, or None."""
     if isinstance(schedule, partial) and schedule.func is one_f_one_b:
         return schedule.keywords.get("slots")
     return None
 
 
 def check_slots(schedule: ScheduleLike, replicas: Sequence[int]) -> None:
-    """Refuses slots that do not fit the numbers of replicas of the stages."""
     if isinstance(schedule, partial) and schedule.func is one_f_one_b:
         schedule(1, consecutive(replicas))
 
@@ -107,7 +103,6 @@ ReplicasLike = int | tuple[int, ...]
 
 
 def checked_replicas(replicas: Any) -> ReplicasLike:
-    """A number for all stages, or one for each."""
     given, what = f"replicas={replicas!r}", "the number of devices of a stage, or of each, [2, 1],"
     if isinstance(replicas, Iterable) and not isinstance(replicas, str | bytes | Set):
         return tuple(counted(count, given, what) for count in replicas)
@@ -115,7 +110,6 @@ def checked_replicas(replicas: Any) -> ReplicasLike:
 
 
 def counts_of(replicas: ReplicasLike, partitions: int) -> list[int]:
-    """For each partition the number of its replicas."""
     if isinstance(replicas, int):
         return [replicas] * partitions
     if len(replicas) != partitions:
@@ -224,7 +218,6 @@ def _checked_mode(mode: Any, checkpoint: Any) -> Any:
 
 
 def _indices(item: Any) -> int | tuple[int, ...]:
-    """The index of a layer, or of several that are recomputed together."""
     if isinstance(item, (tuple, list, range)) and len(item):
         return tuple(map(operator.index, item))
     return operator.index(item)

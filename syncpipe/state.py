@@ -135,7 +135,6 @@ class State:
             self._visit(*self._pending.pop())
 
     def add_leaf(self, leaf: Tensor) -> None:
-        """Adds a tensor that gets gradients."""
         self._visit("attribute", "", leaf)
 
     def restoring(
@@ -204,7 +203,6 @@ class State:
         write: Callable[[Any], Any],
         same: Callable[[Any, Any], bool] = operator.eq,
     ) -> None:
-        """Registers a value to restore and to compare."""
         before = read()
         self._undo.append(lambda: write(before))
         self._comparisons.append((kind, lambda: [] if same(read(), before) else [name]))
@@ -241,7 +239,6 @@ class State:
         self.add_gradient(tensor)
 
     def add_gradient(self, tensor: Tensor) -> None:
-        """Adds the gradient of a tensor, and its hooks."""
         if tensor.is_leaf and (tensor.is_floating_point() or tensor.is_complex()):
             for own in ("requires_grad", "grad"):
                 self._undo.append(partial(setattr, tensor, own, getattr(tensor, own)))

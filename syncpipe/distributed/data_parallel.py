@@ -190,7 +190,6 @@ class Averaging:
 
     @contextmanager
     def call(self, name: str, **what: Any) -> Iterator[_Call]:
-        """Begins a call. ``what`` has to be the same in all processes."""
         forked = self._process != os.getpid()
         if RUNNING.get() or forked or not self._busy.acquire(blocking=False):
             raise RuntimeError(

@@ -185,7 +185,6 @@ class Peers:
         )
 
     def close(self) -> None:
-        """Closes the connections of all groups, which ends every wait in them."""
         for group in self.groups:
             with suppress(Exception):  # destroyed already
                 _close(group)

@@ -30,7 +30,6 @@ __all__ = [
 
 
 def default_store() -> Any:
-    """The store of ``init_process_group``."""
     return dist.distributed_c10d._get_default_store()
 
 
@@ -40,7 +39,6 @@ def default_group() -> dist.ProcessGroup:
 
 
 def timeout_of(group: dist.ProcessGroup) -> float:
-    """The timeout with which a process group was made, in seconds."""
     types = {device.type: device for device in group._device_types}
     backend: Any = group._get_backend(types.get("cpu") or group._device_types[0])
     return float(backend.options._timeout.total_seconds())

@@ -81,10 +81,7 @@ def may_weigh(loss: Loss) -> bool:
 def _schedule_arguments(
     stages: list[Any], needed: str, m: int, loss: Loss | None
 ) -> tuple[Any, ...]:
-    """The arguments of PyTorch's schedules.
-
-    The last stage returns the loss itself, because outputs and targets may be trees.
-    """
+    # The last stage returns the loss itself, because outputs and targets may be trees.
     function = None if loss is None else lambda loss, _: loss.sum()
     return stages[0] if needed == "one" else stages, m, function
 
@@ -363,7 +360,6 @@ class _MiniBatch(Source):
 
     @property
     def weighed(self) -> bool:
-        """Whether losses came with weights."""
         return self._objective is not None and self._objective.returns_weights
 
     def factor(self) -> Any:
@@ -390,7 +386,6 @@ class _MiniBatch(Source):
         return self._mean(torch.stack(losses))
 
     def finish(self, losses: list[Any] | None) -> dict[str, Any] | None:
-        """Fills ``losses``, and returns the metrics."""
         if self._objective is None:
             return None
         if losses is not None:

@@ -98,7 +98,6 @@ class Boundary:
         return tuple([tensor.requires_grad_(tensor.is_floating_point()) for tensor in sent])
 
     def to_wire(self, tree: Any) -> tuple[Tensor, ...]:
-        """The tensors to send of a tree."""
         kind = _signature(tree)
         if kind != self._expected:
             raise ValueError(
@@ -172,7 +171,6 @@ class StageModule(Partition):
         self._micro_batch, self._stage = 0, None
 
     def begin(self, m: int, seed: int, device: torch.device) -> None:
-        """Begins a mini-batch, whose layers draw random numbers as in a ``Pipe``."""
         names, keys = list(self._modules), (self._arriving, self._leaving)
         if self._stage is None or self._stage.names != names:
             self._stage = Stage(self._j, self, names, self._first, device, *keys)
@@ -310,7 +308,6 @@ class Stages(ModelNames):
         return {"layers": kinds, "placements": placement, "balances": self.balance}, size
 
     def autocast(self) -> tuple[Any, ...]:
-        """The autocast state, on which the dtypes of boundaries depend."""
         types = dict.fromkeys(("cpu", self.device.type))
         on = filter(torch.is_autocast_enabled, types)
         return tuple([(kind, torch.get_autocast_dtype(kind)) for kind in on])

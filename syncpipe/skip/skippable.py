@@ -47,7 +47,6 @@ class Declaration:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """All names, each once."""
         return tuple(dict.fromkeys(self.stash + self.pop))
 
 
@@ -88,7 +87,6 @@ def skippable(stash: Iterable[str] = (), pop: Iterable[str] = ()) -> Callable[[t
 
 
 def is_skippable(module: nn.Module) -> bool:
-    """Whether the class of a module, or a base class, is decorated."""
     return _SKIPS in module.__dict__ or hasattr(type(module), _SKIPS)
 
 
@@ -116,7 +114,6 @@ def _declared_by(module: nn.Module) -> Declaration:
 
 
 def _inherited(cls: type) -> set[str]:
-    """The names of all skips that the base classes declare."""
     return {name for base in cls.__mro__[1:] for name in getattr(base, _SKIPS, Declaration()).names}
 
 
@@ -224,7 +221,6 @@ def _wrap_generator(
 def _cross_off(
     layer: nn.Module, command: Any, declaration: Declaration, left: list[tuple[str, str]]
 ) -> None:
-    """Removes what a forward yields from the list of stashes and pops that are left."""
     cls, verb = type(layer).__name__, type(command).__name__
     if type(command) not in (stash, pop):
         raise TypeError(

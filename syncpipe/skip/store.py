@@ -40,7 +40,6 @@ SkipKey = tuple[Namespace | None, str]
 
 
 def describe(key: SkipKey) -> str:
-    """The text for a skip in error messages."""
     namespace, name = key
     return repr(name) if namespace is None else f"{name!r} in {namespace!r}"
 
@@ -76,7 +75,6 @@ class _ThreadStores(threading.local):
         self.stores: WeakKeyDictionary[nn.Module, Store] = WeakKeyDictionary()
 
     def pop(self, key: SkipKey) -> Any:
-        """Raises KeyError if there is none."""
         stores = [store for store in self.stores.values() if key in store] or [{}]
         return stores[0].pop(key)
 
@@ -85,7 +83,6 @@ _thread_stores = _ThreadStores()
 
 
 def current_store() -> Store | None:
-    """The store of the innermost ``use_store`` of this thread, None outside of all."""
     return _current.get()
 
 
