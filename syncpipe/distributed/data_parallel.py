@@ -88,8 +88,8 @@ def data_parallel(
     """
     if not isinstance(pipe, Pipe):
         raise TypeError(
-            f"data_parallel takes a Pipe, not {type(pipe).__name__}: data_parallel(Pipe(model, "
-            "...)), and nothing around it"
+            f"data_parallel takes a Pipe, not {type(pipe).__name__}: write data_parallel(Pipe("
+            "model, ...)), without a wrapper around the pipe"
         )
     capacity = checked_number("bucket_mb", bucket_mb) * 2**20
     seconds = checked_number("timeout", timeout)
@@ -120,8 +120,8 @@ def _description(pipe: Pipe) -> dict[str, str]:
     for name, module in pipe.named_modules():
         if isinstance(module, nn.SyncBatchNorm):
             raise TypeError(
-                f"layer {name!r} is a SyncBatchNorm, whose collectives the stages of each process "
-                "would start in any order: use BatchNorm, or Pipe(..., deferred_batch_norm=True)"
+                f"layer {name!r} is a SyncBatchNorm, whose collectives would start in a different "
+                "order in each process: use BatchNorm, or Pipe(..., deferred_batch_norm=True)"
             )
     found = {f"buffer {name!r}": described(buffer) for name, buffer in pipe.named_buffers()}
     for name, parameter in pipe.named_parameters():
@@ -172,7 +172,7 @@ class Averaging:
             raise RuntimeError(
                 "backward through pipe(x) of a data-parallel pipe: data_parallel averages the "
                 "gradients of train_batch. For pipe(x) wrap the pipe in DistributedDataParallel "
-                "instead; gradients of this process alone are those of pipe(x) under pipe.no_sync()"
+                "instead. For gradients of this process alone, run pipe(x) under pipe.no_sync()"
             )
 
         for tensor in tensors_in(output) if self.syncs and torch.is_grad_enabled() else []:
@@ -224,7 +224,7 @@ class _Call:
             for j, stage in enumerate(stages):
                 self.what[
                     f"the values of the parameters of stage {j} (their checksum; "
-                    "data_parallel(pipe) gives all those of process 0)"
+                    "data_parallel(pipe) copies the values of process 0)"
                 ] = _checksum(stage)
         self._sizes = [[leaf.requires_grad * leaf.nbytes for leaf in stage] for stage in stages]
         self._stages = [[leaf for leaf in stage if leaf.requires_grad] for stage in stages]

@@ -38,7 +38,7 @@ _T = TypeVar("_T")
 PATIENCE = 5.0  # seconds of a call before the watch thread reads the states of the others
 _POLL = 1.0  # seconds between two reads of the watch thread
 _WAIT = 0.25  # seconds between two checks for Ctrl-C while waiting for a collective
-_ANSWER = 8.0  # seconds for others to notice a lost connection: longer than PATIENCE
+_RESPONSE = 8.0  # seconds for others to notice a lost connection: longer than PATIENCE
 _CALLS = 16  # calls kept in the store, which bounds how far apart processes can be compared
 _NUMBERS: Counter[str] = Counter()  # number of Peers made, by process group
 
@@ -71,7 +71,7 @@ class Peers:
         #: The state of this process: its last calls by number; the numbers of the latest, of the
         #: last refused and of the last it takes part in; why it ended; if it outlived a failure.
         self._state = SimpleNamespace(
-            calls={}, last=0, refused=0, until=math.inf, gone="", answers=False
+            calls={}, last=0, refused=0, until=math.inf, gone="", responds=False
         )
         self._write = partial(_write_state, self._store, self._keys[self.rank], self._state)
         self._write()
@@ -103,8 +103,7 @@ class Peers:
         row, self.sent = self._state, False
         if row.gone:
             raise RuntimeError(
-                f"this {self._what} has ended: {row.gone}. Start the processes anew, from a "
-                "checkpoint"
+                f"this {self._what} has ended: {row.gone}. Restart the processes from a checkpoint"
             )
         row.last += 1
         row.calls[row.last] = name
@@ -128,33 +127,31 @@ class Peers:
         self._write()
         return not self._await_states(PATIENCE, lambda row: row.refused >= last)
 
-    def _await_states(self, seconds: float, says: Callable[[Any], bool]) -> list[str]:
-        """Waits until all states fulfil ``says``, at most; names the processes that do not."""
+    def _await_states(self, seconds: float, fulfils: Callable[[Any], bool]) -> list[str]:
+        """Waits until all states fulfil a condition, and returns the processes that do not."""
         until = time.monotonic() + seconds
         while True:
             rows = self._states()
             if not rows:
-                return ["the process that keeps the store of all"]
-            silent = [r for r in range(self.size) if r not in rows or not says(rows[r])]
-            if not silent or time.monotonic() > until or self.why():
-                return list(map(self.name, silent))
+                return ["the process that hosts the store"]
+            missing = [r for r in range(self.size) if r not in rows or not fulfils(rows[r])]
+            if not missing or time.monotonic() > until or self.why():
+                return list(map(self.name, missing))
             time.sleep(0.05)
 
     def _end(self, error: BaseException) -> BaseException:
         """Ends the peers. Returns what to raise: this error, or another process's reason."""
-        row, lost = self._state, _is_of_connection(error)
-        own = "" if lost else f"{self.name(self.rank)} failed with {_error_text(error)}"
-        row.until, row.gone = -1, row.gone or (self.why() if lost else own)
+        row, by_connection = self._state, _is_of_connection(error)
+        own = "" if by_connection else f"{self.name(self.rank)} failed with {_error_text(error)}"
+        row.until, row.gone = -1, row.gone or (self.why() if by_connection else own)
         self._write()
         self.close()
         if not row.gone:  # no process gives a reason: find the one that was killed
-            silent = ", ".join(
-                self._await_states(_ANSWER, lambda row: row.until < 0 or row.answers)
-            )
-            silent = silent or f"a process outside of this {self._what}"
+            lost = self._await_states(_RESPONSE, lambda row: row.until < 0 or row.responds)
+            names = ", ".join(lost) or f"a process outside of this {self._what}"
             row.gone = self.why() or (
-                f"{silent} does not answer any more, and has probably been killed; "
-                f"{self.name(self.rank)} lost its connection: {error}"
+                f"{names} no longer responds, and was probably killed; {self.name(self.rank)} "
+                f"lost its connection: {error}"
             )
             self._write()
         if row.gone == own or not isinstance(error, Exception):
@@ -169,17 +166,17 @@ class Peers:
             for k, theirs in row.calls.items():
                 if (ours := mine.get(k, theirs)) != theirs:
                     pair = sorted([(rank, theirs), (self.rank, ours)])
-                    said = " and ".join(f"{call} in {self.name(r)}" for r, call in pair)
-                    return f"call {k} is {said}"
+                    calls = " and ".join(f"{call} in {self.name(r)}" for r, call in pair)
+                    return f"call {k} is {calls}"
             if row.gone and row.until < last:
                 return str(row.gone)
         if time.monotonic() - self._begun < self._timeout:
             return ""
         late = [self.name(rank) for rank, row in rows.items() if row.last < last]
         return (
-            f"{', '.join(late)} did not come to call {last} of a {self._what} within "
-            f"{self._timeout:g} s: did its data end earlier? If it only takes longer, give a "
-            "larger timeout"
+            f"{', '.join(late)} did not begin call {last} of a {self._what} within "
+            f"{self._timeout:g} s: did its data end earlier? If it is only slow, give a larger "
+            "timeout"
             if late
             else f"call {last} of a {self._what} took longer than timeout={self._timeout:g} s"
         )
@@ -218,7 +215,7 @@ class Peers:
                 if a != b:
                     raise ValueError(
                         f"processes differ in {key}: {self.name(0)} has {a}, {name} has {b}. "
-                        "Give all the same"
+                        "Give equal ones to all"
                     )
         return [found for _, _, found in rows]
 
@@ -305,10 +302,10 @@ def _watch(found: weakref.ref[Peers], stop: threading.Event) -> None:
             peers.close()
         elif (
             waits
-            and not peers._state.answers
+            and not peers._state.responds
             and any(row.until < 0 for row in peers._states().values())
         ):
-            peers._state.answers = True  # this process is alive, and not the cause
+            peers._state.responds = True  # this process is alive, and not the cause
             peers._write()
         del peers
 

@@ -57,7 +57,7 @@ def schedule_over(
     """Makes a schedule over the ``Stages`` of a rank; ``group`` is that of ``data_parallel=``."""
     if name not in SCHEDULES:
         shown = ", ".join(map(repr, SCHEDULES))
-        raise ValueError(f"schedule {name!r}: between processes there are {shown}")
+        raise ValueError(f"schedule {name!r} is unknown between processes: use one of {shown}")
     kind, needed = SCHEDULES[name]
     n, placement = len(owner.stages), owner.placement
     if not (needed == placement if n > 1 else needed in ("one", "loop")):
@@ -163,7 +163,7 @@ class _Checked:
             if backward and not torch.is_grad_enabled():
                 raise RuntimeError("step() needs gradients, but grad mode is off: use eval()")
             if global_loss and (losses is None or loss is None):
-                raise ValueError("global_loss=True is for losses=[], a list, and a loss_fn")
+                raise ValueError("global_loss=True needs losses=[], a list, and a loss_fn")
             batch = self._new_mini_batch(given, backward, keep)
             owner.peers.sent = True
             owner.connect()
@@ -215,7 +215,7 @@ class _Checked:
         owner, name, *_ = self._arguments
         if isinstance(owner, FSDPModule):
             raise ValueError(
-                "fully_shard(mine) shards what stage() has returned, whose forward is not called: "
+                "fully_shard(mine) shards the result of stage(), whose forward is not called: "
                 "shard its stages, fully_shard(each.submod) for each in mine.stages"
             )
         parts = list(chain(*[stage.submod.modules() for stage in owner.stages]))
@@ -228,14 +228,14 @@ class _Checked:
             if any(isinstance(part, DistributedDataParallel) for part in parts):
                 raise ValueError(
                     f"{name!r} runs backward in halves, and stage {stage.stage_index} is in "
-                    "DistributedDataParallel, which misses the gradients of weights then: take "
+                    "DistributedDataParallel, which then misses the gradients of weights: use "
                     "'interleaved_1f1b' or '1f1b', or fully_shard(each.submod)"
                 )
             sharded = [part for part in parts if isinstance(part, FSDPModule)]
             if sharded and not isinstance(stage.submod, FSDPModule):
                 raise ValueError(
                     f"{name!r} runs backward in halves, and in stage {stage.stage_index} layers "
-                    "are sharded and the stage is not, so that they are reduced for each "
+                    "are sharded but the stage is not, so gradients would be reduced for each "
                     "micro-batch: call fully_shard(each.submod) as well, after its layers"
                 )
             for part in sharded:  # the second half needs the weights as forward had them
@@ -245,8 +245,9 @@ class _Checked:
                 if (first := seen.setdefault(id(parameter), own)) != own:
                     raise ValueError(
                         f"{name!r} runs backward in halves, and {own!r} is the weight {first!r} of "
-                        f"the same stage {stage.stage_index}, which PyTorch's halves get wrong: "
-                        "take 'interleaved_1f1b', or a balance that puts them on different stages"
+                        f"the same stage {stage.stage_index}, for which PyTorch's halves are "
+                        "wrong: use 'interleaved_1f1b', or a balance that puts them on different "
+                        "stages"
                     )
 
     def _common_factor(self, batch: _MiniBatch) -> Tensor:
@@ -256,8 +257,8 @@ class _Checked:
         if batch.weighed and self._replicated and batch.group is None:
             raise ValueError(
                 "losses came with weights, and stages are in fully_shard or "
-                "DistributedDataParallel, whose gradients of several mini-batches are one already: "
-                "give schedule(..., data_parallel=mesh['dp']), by which all weights are summed"
+                "DistributedDataParallel, which average gradients of several mini-batches: write "
+                "schedule(..., data_parallel=mesh['dp']), so that weights are averaged as well"
             )
         factor = torch.as_tensor(factor).to(owner.device, torch.float64, copy=True).reshape(1)
         owner.broadcast(factor)
@@ -293,10 +294,9 @@ class _MiniBatch(Source):
                 if not total or total % (m * owner.size):
                     raise ValueError(
                         f"the {what} has {total} samples, and chunks={m} micro-batches of "
-                        f"{owner.size} (as of the sample) are {m * owner.size}: between processes "
-                        "all micro-batches have one size. Give a batch of that size "
-                        "(DataLoader(..., drop_last=True)), or make the stages with a sample of "
-                        "another one"
+                        f"{owner.size} (the size of the sample) are {m * owner.size}: between "
+                        "processes all micro-batches have one size. Give a batch of that size "
+                        "(DataLoader(..., drop_last=True)), or make stages with another sample"
                     )
         if first is not None:
             value = call_input(owner, args, kwargs)
@@ -307,9 +307,9 @@ class _MiniBatch(Source):
             )
             if found != sample or len(sizes) != m:
                 raise ValueError(
-                    f"a micro-batch of the input is {', '.join(found)}, and the sample that "
-                    f"stage(sample=...) was given {', '.join(sample)}: buffers of the others "
-                    "are made for its shapes and dtypes"
+                    f"a micro-batch of the input is {', '.join(found)}, and the sample of "
+                    f"stage(sample=...) is {', '.join(sample)}: the other ranks expect its shapes "
+                    "and dtypes. Give such inputs, or make stages with another sample"
                 )
         if last is None:
             return

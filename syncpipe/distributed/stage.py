@@ -77,9 +77,9 @@ class Boundary:
             if not isinstance(leaf, (Tensor, *_CONSTANTS)):
                 name = f"skip {name[3:]}" if name.startswith("[1]") else f"the value{name[3:]}"
                 raise TypeError(
-                    f"{name} from {where} is of type {type(leaf).__name__}: from one process to "
-                    "another go tensors, None, numbers and strings, in tuples, dicts and the like; "
-                    "choose a balance that does not cut here"
+                    f"{name} from {where} is of type {type(leaf).__name__}: only trees of tensors, "
+                    "None, numbers and strings can be sent to another process. Choose a balance "
+                    "that does not cut here"
                 )
 
         def empty(tensors: list[Tensor]) -> list[Tensor]:
@@ -101,10 +101,10 @@ class Boundary:
         kind = _signature(tree)
         if kind != self._expected:
             raise ValueError(
-                f"{self._where} returns {kind[0]}, and with the sample it was {self._expected[0]}: "
-                "between processes everything but the values of tensors stays the same from "
-                "micro-batch to micro-batch. After a change of the layers (fully_shard, dtypes) "
-                "make the schedule anew: mine.schedule(...)"
+                f"{self._where} returns {kind[0]}, but {self._expected[0]} for the sample: between "
+                "processes, micro-batches may differ in the values of tensors only. After "
+                "a change of the layers (fully_shard, dtypes) make a new schedule: "
+                "mine.schedule(...)"
             )
         sent = [_as_real(_dense(tensor, self._where)) for tensor in tensors_in(tree)]
         # Copies, because the next micro-batch may change a buffer and PyTorch detaches in place.
@@ -133,9 +133,9 @@ def _dense(tensor: Tensor, where: str) -> Tensor:
     found = tensor if type(tensor) in (Tensor, nn.Parameter) else tensor.clone()
     if type(found) not in (Tensor, nn.Parameter) or found.layout is not torch.strided:
         raise TypeError(
-            f"{where} returns a tensor of type {type(found).__name__} ({found.layout}): what goes "
-            "to another process is a plain dense one; a DTensor becomes one by to_local(), or by "
-            "output layouts with use_local_output=True"
+            f"{where} returns a tensor of type {type(found).__name__} ({found.layout}): only a "
+            "dense torch.Tensor can be sent to another process. Convert a DTensor by to_local(), "
+            "or by output layouts with use_local_output=True"
         )
     return found
 
@@ -500,7 +500,7 @@ class Stages(ModelNames):
         for parameter in self.parameters():
             if parameter.grad is not None and id(parameter) not in elsewhere:
                 by_mesh[getattr(parameter.grad, "device_mesh", None)].append(parameter.grad)
-        # In one dtype: those of the stages may differ.
+        # In one dtype: the stages may have different ones.
         norms = [torch.zeros((), device=self.device, dtype=torch.float64)]
         for grads in by_mesh.values():
             norm: Any = nn.utils.get_total_norm(grads, norm_type)
@@ -550,8 +550,8 @@ class Stages(ModelNames):
             raise
         finally:
             list(map(OrderedDict.update, places, hooks))
-        for leaf, those in zip(hooked, hooks, strict=True):
-            for hook in those.values() if leaf.grad is not None else ():
+        for leaf, own in zip(hooked, hooks, strict=True):
+            for hook in own.values() if leaf.grad is not None else ():
                 hook(leaf)
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
@@ -619,10 +619,10 @@ def _checked_balance(balance: Any, module: nn.Sequential, n: int, placement: str
         balance = balance_named(balance, module, 2 * n if v else n)
     sizes = check_balance(balance, len(module))
     if not sizes or (len(sizes) != 2 * n if v else len(sizes) % n):
-        needed = f"{2 * n}, for placement='v' puts two on each" if v else "as many, or a multiple"
+        needed = f"{2 * n}, two on each for placement='v'" if v else f"a multiple of {n}"
         raise ValueError(
-            f"balance={sizes} has {len(sizes)} stages for {n} ranks: give {needed}, or start as "
-            "many processes (torchrun --nproc-per-node)"
+            f"balance={sizes} has {len(sizes)} stages for {n} ranks: give {needed}, or start "
+            "another number of processes (torchrun --nproc-per-node)"
         )
     return sizes
 

@@ -171,9 +171,9 @@ def test_an_exception_in_one_process(two, three, how, stage, before):
 
 
 GONE = {
-    "nobody comes": "process 1 did not come to call 2 of a data-parallel pipe within 3 s",
-    "nobody comes to eval_batch": "process 1 did not come to call 2 of a data-parallel pipe within",
-    "killed": "process 1 does not answer any more, and has probably been killed",
+    "nobody comes": "process 1 did not begin call 2 of a data-parallel pipe within 3 s",
+    "nobody comes to eval_batch": "process 1 did not begin call 2 of a data-parallel pipe within",
+    "killed": "process 1 no longer responds, and was probably killed",
     "raises": "process 1 has ended with OSError: the disk is full",
 }
 

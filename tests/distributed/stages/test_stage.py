@@ -95,7 +95,7 @@ def refused() -> list[tuple[str, str]]:
         "ValueError: sample is missing: .*sample=x": lambda: made(sample=None),
         r"ValueError: balance=\[6, 6\] has 2 stages for 4 ranks": lambda: made([6, 6]),
         "ValueError: placement='w': must be 'loop' or 'v'": lambda: made(placement="w"),
-        "4 stages for 4 ranks: give 8, for placement='v' puts two": lambda: made(placement="v"),
+        "4 stages for 4 ranks: give 8, two on each for placement='v'": lambda: made(placement="v"),
         r"TypeError: the value\['thing'\] from stage 1 .* on rank 1 is of type object": lambda: (
             made([1] * 4, objects, sample=x[:2].float())
         ),
@@ -107,7 +107,9 @@ def refused() -> list[tuple[str, str]]:
         "RuntimeError: rank 3 of the pipeline refused, so all do: .*nonsense": lambda: made(
             "nonsense" if rank == 3 else "uniform"
         ),
-        "schedule 'zb_h1': between processes there are 'gpipe', '1f1b'": lambda: schedule("zb_h1"),
+        "schedule 'zb_h1' is unknown between processes: use one of 'gpipe', '1f1b'": lambda: (
+            schedule("zb_h1")
+        ),
         r"'zbv' needs two stages on each rank in a V: stage\(": lambda: schedule("zbv"),
         "loss_fn=CrossEntropyLoss is a class": lambda: schedule(loss_fn=nn.CrossEntropyLoss),
         "processes differ in schedules: rank 0 has 1f1b, rank 2 has gpipe": lambda: schedule(

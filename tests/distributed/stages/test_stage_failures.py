@@ -75,12 +75,12 @@ SAYS = {
     "refused": ["ValueError: the input has 7 samples, and chunks=6", SHORT, SHORT],
     "clip": [f"LostProcess: call 2 is clip_grad_norm_ in rank 0 and {STEP} in rank [12]"] * 3,
     "late": [
-        LATE := "LostProcess: rank 1 did not come to call 2 of a pipeline within 2 s",
+        LATE := "LostProcess: rank 1 did not begin call 2 of a pipeline within 2 s",
         "",
         LATE,
     ],
     "leaves": ["LostProcess: rank 1 has ended, after call 1, and the others wait for it", "", ""],
-    "killed": ["LostProcess: rank 1 does not answer any more, and has probably been killed"] * 3,
+    "killed": ["LostProcess: rank 1 no longer responds, and was probably killed"] * 3,
 }
 
 
@@ -124,5 +124,5 @@ def test_ranks_are_named_by_their_numbers_among_all_and_healthy_ones_are_not_bla
     name = "rank 2 (rank 0 of the pipeline of ranks 2, 3)"
     assert last.startswith(f"RemoteError: {name} failed with KeyError: 'the third micro-batch'")
     for said in healthy:
-        assert said.startswith("LostProcess: a process outside of this pipeline does not answer")
+        assert said.startswith("LostProcess: a process outside of this pipeline no longer responds")
         assert re.search("; rank [01] lost its connection", said), said
