@@ -207,7 +207,7 @@ def apart() -> None:
         next(pipe.parameters()).add_(distributed.get_rank())  # load_state_dict in one process
     said = told(lambda: pipe.train_batch(*mine(), loss_fn=F.cross_entropy))
     assert said.startswith("ValueError: processes differ in the values of the parameters of stage")
-    assert "data_parallel(pipe) gives all" in said
+    assert "data_parallel(pipe) copies the values" in said
 
 
 def warned() -> None:
