@@ -522,7 +522,6 @@ class Pipe(ModelNames):
         ``data_iter`` of different sizes), backward uses an estimate, and gradients are scaled at
         the end: exact up to rounding, but hooks on parameters see them unscaled.
         """
-
         if loss_fn is None:
             given = "input, target" if data_iter is None else "data_iter=..."
             raise TypeError(f"loss_fn is missing: write train_batch({given}, loss_fn=...)")
@@ -594,7 +593,6 @@ class Pipe(ModelNames):
             The loss of the mini-batch, without dimensions, and metrics if there are any; without
             ``loss_fn`` the outputs, as of ``pipe(input)``. On the last device.
         """
-
         check_flags(global_loss=global_loss)
 
         def step(weighed: Callable[[Objective], None] | None = None) -> Any:

@@ -208,11 +208,7 @@ class Leaves:
         self.nested_backward = [False for _ in self._known]  # by layers, inside their backward
 
     def unknown_leaves(self, j: int, nodes: Iterable[Any], *cuts: Any) -> list[Tensor]:
-        """The unknown leaves of a graph of stage ``j`` that ends in ``nodes``.
-
-        Raises:
-            RuntimeError: the graph starts in another cut than ``cuts``.
-        """
+        """The unknown leaves of a graph that ends in ``nodes``; it may start in no other cuts."""
         known, nodes_known = self._known[j], self._known_nodes[j]
         new = []
         for node in nodes_of(nodes, nodes_known):
@@ -261,7 +257,6 @@ class Accumulated(Leaves):
         self.register(chain(*own))
 
     def expect_first_grads(self, j: int) -> None:
-        """Call when the gradients of a stage's parameters start anew."""
         self.awaiting_grad[j] = _without_grad(self.parameters[j])
 
     def register(self, leaves: Iterable[Tensor]) -> None:
@@ -295,10 +290,9 @@ class Accumulated(Leaves):
                     grad.sub_(before).mul_(here).add_(before)
 
     def adopt(self, j: int, new: list[Tensor]) -> None:
-        """Makes ``new`` leaves known; call before the backward of their graph on stage ``j``.
+        """Makes ``new`` leaves of stage ``j`` known, unless another worker adds to their gradients.
 
-        Raises:
-            RuntimeError: another worker adds to the gradient of a leaf.
+        Call it before the backward of their graph.
         """
         for leaf in new:
             # Nothing would read the gradient of a substitute: refused, too.
@@ -314,9 +308,8 @@ class Accumulated(Leaves):
     def own_first_grads(self, j: int) -> None:
         """Copies first gradients that share memory with other tensors; call after a backward.
 
-        In ``x + p.view(...)`` both gradients share memory. Without a copy the next micro-batch
-        would add in place to the gradient of ``x``, which is on its way to another stage, or waits
-        for its weight half.
+        In ``x + p.view(...)`` both gradients do, and the next micro-batch would add in place to the
+        gradient of ``x``, which is on its way to another stage, or waits for its weight half.
         """
         fresh = self.awaiting_grad[j]
         for leaf in fresh:

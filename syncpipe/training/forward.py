@@ -50,10 +50,7 @@ _alias: Any = torch.ops.aten.alias.default
 def forward(
     pipeline: Pipeline, input: Any, *, chunks: int, checkpoint: Any, inline: Any, recorder: Any
 ) -> Any:
-    """Runs a mini-batch, a tree on the first device, in at most ``chunks`` micro-batches.
-
-    With ``inline="graph"`` the outputs have the graph of the layers.
-    """
+    """Runs ``pipe(input)``; with ``inline="graph"`` the outputs have the graph of the layers."""
     micro_batches, sizes = scatter_sized(input, chunks)
     if inline == "graph" or needs_graph():
         return gather(plain(pipeline, micro_batches, checkpoint), common_leaves_of(pipeline))
@@ -148,10 +145,7 @@ class Captured(Leaves):
             self._other_leaves[j][id(leaf)] = leaf
 
     def _find_receivers(self) -> None:
-        """Lists the tensors that get gradients, after the last forward.
-
-        A parameter that no cell used is left out, so its hooks do not run.
-        """
+        """Lists the tensors that get gradients: those that a cell used, so no other's hooks run."""
         call, n = self._call, self._call.pipeline.n
         receivers: dict[int, tuple[Tensor, list[tuple[int, Tensor]]]] = {}
         for j, stage in enumerate(call.pipeline.stages):
@@ -239,10 +233,7 @@ class Captured(Leaves):
             return [*returned, *leaves.sums()]
 
     def differentiable(self, grads: Sequence[Tensor | None], inputs: Sequence[Any]) -> list[Any]:
-        """As :meth:`backward`, with a graph (``create_graph``): runs the layers once more.
-
-        They run with the parameters of the forward, and with copies of the buffers before it.
-        """
+        """:meth:`backward` for ``create_graph``: runs the layers again, with their old buffers."""
         call, swaps, made = self._call, list[Swap](self._swaps), dict[int, Tensor]()
         for module, name, buffer, version, copied in self._buffers:
             if copied is None and version_of(buffer) != version:

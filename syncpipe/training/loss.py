@@ -154,10 +154,7 @@ class Objective:
         return loss
 
     def metrics(self) -> dict[str, Any] | None:
-        """The metrics, detached; None if there are none.
-
-        Numbers are combined as the losses are; other values are listed, one for each micro-batch.
-        """
+        """The metrics, detached, or None: numbers combined as the losses are, others in lists."""
         if not any(self._metrics):
             return None
         found: dict[str, Any] = {}
@@ -294,10 +291,7 @@ class LossHead:
             self.outputs[i] = map_tensors(lambda ts: [own_storage(t) for t in ts], self.outputs[i])
 
     def _begin_loss_graph(self, output: Any, target: Any, cell: Cell) -> tuple[Any, Any]:
-        """Connects the graph of the loss to the cell's, or cuts it if the cell is recomputed.
-
-        The loss is not recomputed, because it stores little and may have side effects.
-        """
+        """Connects the graph of the loss to the cell's; cuts it if only the cell is recomputed."""
         ends = ends_of(distinct(output))  # before the loss function modifies it in place
         if cell.recomputation is None:
             cell.ends.append(ends)
@@ -341,10 +335,7 @@ class LossHead:
             raise
 
     def go_back(self, j: int, i: int, cell: Cell) -> list[list[Tensor | None]]:
-        """Backward of a loss; of the cell, too, if their graphs are connected.
-
-        Otherwise returns the gradients of the outputs, in a list.
-        """
+        """Backward of a loss and, if connected, of its cell; else returns gradients of outputs."""
         if cell.root is not None:
             (root, grad), cell.root = cell.root, None
             begin = cell.cut if cell.output_cut is None else cell.output_cut

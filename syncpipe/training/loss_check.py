@@ -233,9 +233,9 @@ class LossCheck:
         return [along for k, along in enumerate(found) if along not in found[:k]]
 
     def _loss_of_all(self, along: list[int]) -> Any:
-        """The loss of all micro-batches at once, concatenated ``along`` a dimension of each tensor.
+        """The loss of all micro-batches at once; ``along`` has the batch dimensions of outputs.
 
-        Tensors without dimensions are combined as losses are.
+        Outputs without dimensions are combined as losses are.
         """
         outputs, targets = zip(*self._kept.values(), strict=True)
         common, given = self._common_outputs, enumerate(flatten(outputs[0], batches=True)[0])
@@ -282,10 +282,7 @@ class LossCheck:
         return self._is_rounding(abs(total - parts), along)
 
     def _is_rounding(self, difference: float, along: list[int]) -> bool:
-        """Whether a difference vanishes in double precision.
-
-        A loss near zero is a sum of larger numbers, so its relative rounding error is large.
-        """
+        """Whether a difference vanishes in double precision; near zero a relative bound is vain."""
         kept = self._kept
         try:
             self._kept = {i: map_tensors(_in_double, given) for i, given in kept.items()}

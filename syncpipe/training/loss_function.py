@@ -218,11 +218,7 @@ class Returned(NamedTuple):
 
 
 def parse(result: Any) -> Returned:
-    """Unpacks the result of a loss function.
-
-    Raises:
-        TypeError, ValueError: it is no loss.
-    """
+    """Unpacks the result of a loss function (TypeError, ValueError if it is no loss)."""
     metrics: dict[str, Any] = {}
     parts = list(result) if isinstance(result, tuple) else [result]
     if len(parts) > 1 and isinstance(parts[-1], dict):

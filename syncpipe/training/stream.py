@@ -101,8 +101,7 @@ def stream(
     with pipeline.training:
         _check(pipeline, checkpoint, versions)
         optimizers = _optimizers(pipeline, optimizer)
-        # "except_last" is for the micro-batch whose backward follows at once: on the last stage,
-        # every micro-batch.
+        # On the last stage every micro-batch runs backward at once, so none is recomputed.
         *others, last = checkpoint
         checkpoint = [*others, "never" if last == "except_last" else last]
         source = _MiniBatches(iterator, chunks, steps, target, pack, loss, max(replicas))
@@ -234,11 +233,7 @@ def _check(pipeline: Pipeline, checkpoint: Sequence[StageMode], versions: Versio
 def _optimizers(
     pipeline: Pipeline, optimizer: OptimizerFactory | Sequence[Optimizer | None]
 ) -> list[Optimizer | None]:
-    """The optimizer of each stage.
-
-    Raises:
-        TypeError, ValueError: ``optimizer`` makes no optimizers, or not for the stages' parameters.
-    """
+    """The optimizer of each stage (TypeError, ValueError if it is not for the stage's weights)."""
     parameters = [_trained(stage.partition) for stage in pipeline.stages[: pipeline.n]]
     if not any(parameters):
         raise ValueError("there is nothing to train: all parameters of the pipe are frozen")
@@ -400,8 +395,7 @@ class _StageWeights:
     def _release_old_versions(self, i: int) -> list[Tensor]:
         """Releases versions that no micro-batch from ``i`` on needs; call before an update.
 
-        Moves the parameters to other memory if the newest version is still needed. Returns that
-        memory if it is new.
+        Moves the parameters if the newest version is still needed; returns new memory for that.
         """
         if i // self._every < len(self.used):
             oldest = self.used[i // self._every]

@@ -99,11 +99,7 @@ class TrainingTask:
         self.input_grads: dict[int, list[Tensor | None]] = {}
 
     def caller_grads(self) -> list[tuple[Tensor, Tensor]]:
-        """Pairs (tensor, gradient) for the caller's own graph.
-
-        A tensor may occur several times. The order is that of the schedule, replica by replica:
-        gradients are added up in it.
-        """
+        """(tensor, gradient) pairs for the caller's graph, in the order of summation."""
         every = len(self._pipeline.replica_indices[0])
         entered = (
             zip(self._source.inputs(i), grads, strict=True)
@@ -129,8 +125,6 @@ class TrainingTask:
         if self._watch is not None:
             run = self._watch(kind, j, run)
         return self.call.bind_streams(run, kind, j)
-
-    # -- forward
 
     def _forward(self, j: int, i: int, messages: list[Message]) -> list[Message]:
         call, run = self.call, self.call.runs[j]
@@ -220,8 +214,6 @@ class TrainingTask:
                 value, event = self.call.send(edge, i, value)
             messages.append(_message((value, event, owners[k], flags)))
         return messages
-
-    # -- backward
 
     def _recompute(self, j: int, i: int, messages: list[Message]) -> list[Message]:
         cell, run = self._cells[j][i], self.call.runs[j]
@@ -521,8 +513,7 @@ def _results(
 def _in_eval_mode(module: nn.Module, modules: Sequence[nn.Module], run: Callable[[], Any]) -> Any:
     """Runs a function with a module in ``eval()`` mode, then puts back the mode of each submodule.
 
-    The modules' own ``eval`` and ``train`` are called, because they may do more than set a flag:
-    merge weights, or switch modules in plain lists.
+    The modules' own ``eval`` and ``train`` are called, because these may merge weights as well.
     """
     modes = [each.training for each in modules]
     plain = [each for each in modules if "training" in each.__dict__]
@@ -533,8 +524,7 @@ def _in_eval_mode(module: nn.Module, modules: Sequence[nn.Module], run: Callable
     )
 
     def restore() -> None:
-        # Parents first, because they switch their children. A second pass, because a child of two
-        # parents may have followed the other one.
+        # Parents first, which switch their children; twice, as a child may have two parents.
         for each, mode in [*zip(modules, modes, strict=True)] * 2:
             if each.training != mode:
                 each.train(mode)

@@ -79,8 +79,7 @@ class WeightGradients:
     def accumulate(self) -> None:
         """The weight half: adds the deferred products to the gradients, and frees their factors.
 
-        Takes no lock, unlike autograd: no other thread may add to the same gradients meanwhile.
-        Autocast must be off.
+        No other thread may add to the same gradients meanwhile, and autocast must be off.
         """
         while self.pending:
             self.pending.popleft()()
@@ -228,10 +227,7 @@ _PASS_THROUGH = ("TBackward0", "ToCopyBackward0")
 
 
 def _path(node: Any, k: int) -> Sequence[Any] | None:
-    """The nodes from input ``k`` of a node to a leaf; None if other nodes are in between.
-
-    Empty if that input needs no gradient.
-    """
+    """The nodes from input ``k`` to a leaf; None if others are between; empty without gradient."""
     path: list[Any] = []
     following = node.next_functions[k][0]
     if following is None:
