@@ -827,8 +827,7 @@ class Pipe(ModelNames):
         if moves(fn, self.devices):
             raise TypeError(
                 "this would move a Pipe (or a module that contains it), or discard its values, but "
-                "its partitions are on devices of their own: set pipe.devices = [...], or make the "
-                "Pipe with devices=[...]"
+                "its partitions have their own devices: set pipe.devices, or make it with devices="
             )
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         return self

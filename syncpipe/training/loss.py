@@ -203,8 +203,7 @@ class Objective:
                 self._divisor = None
         if kind != self._kind:
             raise ValueError(
-                f"loss_fn returned {kind} for micro-batch {i}, and {self._kind} for the first "
-                "one: return the same for each"
+                f"loss_fn returned {kind} for micro-batch {i}, and {self._kind} for the first"
             )
         if weighted and (self.is_sum or self.loss_fn.weigh is not None):
             given = "losses are sums (loss_reduction='sum')" if self.is_sum else "weight= is given"

@@ -95,19 +95,14 @@ def known_loss(
         ValueError: the arguments contradict each other.
     """
     if isinstance(loss_fn, type) and issubclass(loss_fn, nn.Module):
-        raise TypeError(
-            f"loss_fn={loss_fn.__name__} is a class: give an instance, "
-            f"loss_fn={loss_fn.__name__}(...)"
-        )
+        name = loss_fn.__name__
+        raise TypeError(f"loss_fn={name} is a class: give an instance, loss_fn={name}(...)")
     if not callable(loss_fn):
         raise TypeError(
             f"loss_fn must be callable, as loss_fn(output, target), not {type(loss_fn).__name__}"
         )
     if reduction is not None and reduction not in _REDUCTIONS:
-        raise ValueError(
-            f"loss_reduction={reduction!r}: must be one of 'mean', 'sum', "
-            "as loss_fn reduces the samples of a micro-batch"
-        )
+        raise ValueError(f"loss_reduction={reduction!r}: must be one of 'mean', 'sum'")
     function, options = _function_and_options(loss_fn)
     own_reduction = options.get("reduction")
     of_torch = type(loss_fn).__module__.startswith("torch.nn.modules")
@@ -134,8 +129,8 @@ def known_loss(
         return Loss(loss_fn, reduction, weigh, count, exact)
     if reduction == "sum":
         raise ValueError(
-            "weight is for losses that are means, but loss_fn returns a sum (loss_reduction or its "
-            "own reduction is 'sum'): leave out weight, or use a mean"
+            "weight is for losses that are means, but loss_fn returns a sum (loss_reduction='sum', "
+            "or its own reduction): leave out weight, or use a mean"
         )
     if callable(weight):
         return Loss(loss_fn, reduction, weight)

@@ -70,8 +70,7 @@ def refuse_dataset(data: Any, what: str) -> None:
     if isinstance(data, Dataset) or (by_index and not type(data).__module__.startswith("numpy")):
         raise TypeError(
             f"{what} is a {type(data).__name__}, which gives samples, and not batches: wrap it in "
-            "a DataLoader, torch.utils.data.DataLoader(data, batch_size=...); with batch_size=None "
-            "if its items are batches"
+            "torch.utils.data.DataLoader(data, batch_size=...), None if its items are batches"
         )
 
 
@@ -236,9 +235,8 @@ def source_of(
         )
     if not isinstance(data_iter, Iterable) or not hasattr(data_iter, "__weakref__"):
         raise TypeError(
-            f"data_iter must be an iterator, not {type(data_iter).__name__}: make one by "
-            "iter(...), once for all steps, or every step would start with the same micro-batches; "
-            "or give a DataLoader, which gives a mini-batch in each step"
+            f"data_iter must be an iterator, not {type(data_iter).__name__}: make one by iter(...) "
+            "once for all steps, or give a DataLoader, which gives a mini-batch in each step"
         )
     try:
         item = _next_item(data_iter, _running, data_iter, "data_iter")
@@ -268,9 +266,8 @@ def _pair_of(item: Any, where: Any, at: str) -> tuple[Any, Any]:
     length = f" of {len(item)}" if isinstance(item, tuple | list) else ""
     if not isinstance(item, tuple | list) or len(item) < 2:
         raise TypeError(
-            f"data_iter gave {type(item).__name__}{length}{at}: it must give pairs (input, "
-            "target), with None for no target, longer tuples that end in the target, or dicts with "
-            "target= as its key"
+            f"data_iter gave {type(item).__name__}{length}{at}: it must give pairs (input, target "
+            "or None), longer tuples that end in the target, or dicts with target= as its key"
         )
     index = -1 if where is None else where
     if not isinstance(index, int) or not -len(item) <= index < len(item):

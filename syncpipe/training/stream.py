@@ -187,14 +187,13 @@ def _check(pipeline: Pipeline, checkpoint: Sequence[StageMode], versions: Versio
     if 1 < len(pipeline.workers) < len(pipeline.stages):
         raise ValueError(
             f"train_stream of {n} stages with replicas={replicas} on {len(pipeline.workers)} "
-            "devices: give each stage, and each replica, a device of its own (or all of them one), "
-            "or choose a balance with as many stages as devices"
+            "devices: give each stage and each replica its own device, or all of them one"
         )
     if ties := pipeline.shared.find():
         raise ValueError(
             f"{ties[0]} are one tensor in stages {list(ties[0].stages)}, and in train_stream each "
-            "of these would compute with another version. Choose a balance that puts these layers "
-            "into one stage, untie them, or use train_batch"
+            "would compute with another version: put them into one stage by the balance, untie "
+            "them, or use train_batch"
         )
     if any(stage.defers for stage in pipeline.stages):
         raise ValueError(
@@ -212,9 +211,9 @@ def _check(pipeline: Pipeline, checkpoint: Sequence[StageMode], versions: Versio
         script = any(isinstance(m, torch.jit.ScriptModule) for m in stage.partition.modules())
         if script and stage in several:
             raise ValueError(
-                f"stage {stage.j} has a layer in TorchScript, which computes with its own tensors "
-                "only, and several versions of its weights: use the plain layer, or put it into a "
-                "stage that has one version (the last one, with versions='stashing')"
+                f"stage {stage.j} has a layer in TorchScript, which cannot compute with several "
+                "versions of its weights: use the plain layer, or put it into the last stage, with "
+                "versions='stashing'"
             )
         if any(is_lazy(p) for p in stage.partition.parameters()):
             raise ValueError(
@@ -242,10 +241,9 @@ def _optimizers(
         found += optimizer
     elif isinstance(optimizer, Optimizer) or not callable(optimizer):
         raise TypeError(
-            f"optimizer={type(optimizer).__name__}: each stage updates its weights by itself, so "
-            "give a function that makes an optimizer from a list of parameters, for example lambda "
-            "parameters: torch.optim.SGD(parameters, lr=0.1), or the optimizers that an earlier "
-            "call returned"
+            f"optimizer={type(optimizer).__name__}: each stage has its own, so give a function of "
+            "a list of parameters, for example lambda parameters: torch.optim.SGD(parameters, "
+            "lr=0.1), or the optimizers that an earlier call returned"
         )
     else:
         for j, own in enumerate(parameters):
@@ -382,9 +380,8 @@ class _StageWeights:
         if self.leaves and self._markers != list(map(_write_marker, self._current)):
             raise RuntimeError(
                 "a layer modified a parameter in its forward, in place (as an embedding with "
-                "max_norm does) or through .data, and of the several versions in train_stream only "
-                "one would change: put the layer into a stage that has one version (the last one, "
-                "with versions='stashing'), or use train_batch"
+                "max_norm does) or through .data, and train_stream has several versions of it: put "
+                "the layer into the last stage, with versions='stashing', or use train_batch"
             )
         leaves = self._current if self.leaves else self.parameters
         grads = [leaf.grad for leaf in leaves]
@@ -565,9 +562,9 @@ class _MiniBatches(FromIterator):
         late = objective.returns_weights or (last and objective.factor() is not None)
         if late and self.chunks > 1:
             raise ValueError(
-                "the weights of all micro-batches are needed before the first one runs backward, "
-                "but loss_fn returns them with the losses: give train_stream weight=, a function "
-                "of the target, and let loss_fn return the loss alone, not (loss, weight)"
+                "train_stream needs all weights before the first micro-batch runs backward, but "
+                "loss_fn returns them with the losses: give train_stream weight=, a function of "
+                "the target, and let loss_fn return the loss alone, not (loss, weight)"
             )
         self._noted[i] = objective.records(k)
         if last:
@@ -597,10 +594,9 @@ class _StreamLeaves(Accumulated):
 
     def adopt(self, j: int, new: list[Tensor]) -> None:
         raise RuntimeError(
-            f"{described(new[0])}, which requires grad, is used by stage {j} or by loss_fn, but is "
-            "no parameter of a layer of that stage, so no optimizer of train_stream would update "
-            "it. Make it a parameter of a layer there, which the layer uses as its attribute (not "
-            "through a list, a dict or a closure), or detach() it"
+            f"{described(new[0])}, which requires grad, is used by stage {j} or by loss_fn, and no "
+            "optimizer of train_stream would update it: make it a parameter of a layer there, used "
+            "as its attribute (not through a list, a dict or a closure), or detach() it"
         )
 
 

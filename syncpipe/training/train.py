@@ -350,10 +350,7 @@ def train(
     plan = build(schedule, source.m, pipeline.placement)
     number = isinstance(accumulate, Real) and not isinstance(accumulate, bool)
     if not (number and 0 < float(accumulate) < math.inf):
-        raise ValueError(
-            f"accumulate={accumulate!r}: must be the number of mini-batches of one optimizer step "
-            "(gradients are divided by it), a finite number above 0"
-        )
+        raise ValueError(f"accumulate={accumulate!r}: must be the number of mini-batches, above 0")
     several = len(pipeline.replica_indices[-1]) > 1  # workers compute losses
     objective = Objective(loss, source, several, grad_scaler, float(accumulate))
     # One call at a time: a call that fails puts gradients back, which must be its own.
@@ -409,8 +406,7 @@ def check_not_running(pipeline: Pipeline, what: str) -> None:
     if pipeline.engine.is_running():
         raise RuntimeError(
             f"{what} was called inside of a call of the same pipe (by its loss_fn, its data_iter "
-            "or a layer), and would change the gradients and modes of that call. Call it before or "
-            "after; pipe(input) can be called inside"
+            "or a layer), and would change its gradients and modes: call pipe(input) there instead"
         )
 
 
