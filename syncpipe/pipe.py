@@ -131,8 +131,8 @@ class Pipe(ModelNames):
 
     The layers are split into partitions, one on each device. A mini-batch is split into
     micro-batches, which follow each other through the partitions, so all devices work at the same
-    time (GPipe, Huang et al. 2019). Outputs and gradients equal those of the plain module run on
-    the micro-batches one after another::
+    time (GPipe, Huang et al. 2019). The plain module, run on the micro-batches one after another,
+    gives the same outputs and gradients::
 
         model = nn.Sequential(a, b, c, d)
         model = Pipe(model, balance=[2, 2], chunks=8)      # a, b on device 0; c, d on device 1
@@ -879,8 +879,8 @@ class Pipe(ModelNames):
             f"checkpoint={self.checkpoint!r}{schedule}"
         ]
         layers = iter(self._modules.items())
-        for j, those in enumerate(self._layout.workers_of):
-            lines.append(f"  stage {j} on {', '.join(str(worker.device) for worker in those)}:")
+        for j, workers in enumerate(self._layout.workers_of):
+            lines.append(f"  stage {j} on {', '.join(str(worker.device) for worker in workers)}:")
             for name, layer in islice(layers, self._layout.balance[j]):
                 lines.append(indent(f"({name}): {layer!r}", "    "))
         return "\n".join([*lines, ")"])

@@ -145,7 +145,7 @@ class Captured(Leaves):
             self._other_leaves[j][id(leaf)] = leaf
 
     def _find_receivers(self) -> None:
-        """Lists the tensors that get gradients: those that a cell used, so no other's hooks run."""
+        """Lists the tensors that get gradients; hooks of tensors that no cell used do not run."""
         call, n = self._call, self._call.pipeline.n
         receivers: dict[int, tuple[Tensor, list[tuple[int, Tensor]]]] = {}
         for j, stage in enumerate(call.pipeline.stages):

@@ -195,7 +195,7 @@ class Objective:
         return weight / total
 
     def _check_kind(self, i: int, returned: Returned) -> Returned:
-        """Raises ValueError if the result contradicts an earlier one, or an argument."""
+        """The result, unless it contradicts the first one or an argument (ValueError)."""
         weighted, kind = returned.weight is not None, returned.kind
         if self._kind is None:
             self._kind, self.returns_weights = kind, weighted
@@ -247,11 +247,11 @@ def _with_zero_gradient(loss: Tensor, weight: Weight, output: Any) -> Tensor:
 
 
 class LossHead:
-    """Takes the outputs of the last stage, on the worker of that stage, or those of its replicas.
+    """Takes the outputs of the last stage, on its worker or on the workers of its replicas.
 
     Replicas change the shared state under a lock, and no result depends on their order. The loss
     function runs outside the lock. Without an ``objective`` there are outputs only. A ``check``
-    keeps arguments of the loss function, those of the first worker.
+    keeps arguments of the loss function on the first worker.
     """
 
     graph_outputs = staticmethod(distinct)  #: the tensors of an output that may get gradients

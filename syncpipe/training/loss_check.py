@@ -1,9 +1,10 @@
 """Checks that the losses of micro-batches combine to the loss of the mini-batch.
 
-Weighted by samples, a mean over unmasked targets, over anything else than samples, or a loss that
-compares samples comes out wrong, and so do its gradients. The check keeps outputs of some
-micro-batches until the end of a call and calls ``loss_fn`` once more, with all of them at once. It
-runs in calls 1, 2, 4, 8, ... with a loss function, because the first batches may have no padding.
+Weights by samples are wrong for a mean over unmasked targets, or over anything else than samples.
+No weights are right for a loss that compares samples. Gradients are then wrong, too. The check
+keeps outputs of some micro-batches until the end of a call and calls ``loss_fn`` once more, with
+all of them at once. It runs in calls 1, 2, 4, 8, ... of a loss function, because the first batches
+may have no padding.
 """
 
 from __future__ import annotations
@@ -282,7 +283,7 @@ class LossCheck:
         return self._is_rounding(abs(total - parts), along)
 
     def _is_rounding(self, difference: float, along: list[int]) -> bool:
-        """Whether a difference vanishes in double precision; near zero a relative bound is vain."""
+        """Whether a difference vanishes in double precision, as rounding of a loss near 0 does."""
         kept = self._kept
         try:
             self._kept = {i: map_tensors(_in_double, given) for i, given in kept.items()}

@@ -488,7 +488,7 @@ class _MiniBatches(FromIterator):
         extent: the number of micro-batches, as far as it is known.
         results: mini-batch -> its detached loss and its metrics, or None; of the latest ones.
         metrics: the metrics of the mini-batches before these.
-        blocks: the losses of those, stacked, as a tensor needs half a kilobyte and its number.
+        blocks: their losses, stacked: a tensor of its own would take half a kilobyte more for each.
     """
 
     known_weights = None  # each Objective has its own
