@@ -85,7 +85,7 @@ def _difference(a: Any, b: Any, largest: float, rounding: float) -> tuple[float,
     """The relative difference, the limit for rounding, and words if the difference is no number."""
     both = isinstance(a, Tensor) and isinstance(b, Tensor)
     if not both or a.dtype != b.dtype or a.shape != b.shape:
-        return math.inf, 0.0, f"{_words(a)} instead of {_words(b)}"
+        return math.inf, 0.0, f"{_describe(a)} instead of {_describe(b)}"
     if not (a.is_floating_point() or a.is_complex()):
         return math.inf, 0.0, f"{int((a != b).sum())} of {a.numel()} values"
     wide = torch.complex128 if a.is_complex() else torch.float64
@@ -110,7 +110,7 @@ def _largest(value: Any) -> float:
     return float(value.abs().nan_to_num(0.0, 0.0, 0.0).max()) if value.numel() else 0.0
 
 
-def _words(value: Any) -> str:
+def _describe(value: Any) -> str:
     if isinstance(value, Tensor):
         return described(value)
     return "no value" if value is None else f"{value!r:.40}"

@@ -21,14 +21,14 @@ from syncpipe.planner.machine import machine_of
 from syncpipe.planner.planning import layers_of
 
 #: Arguments that are passed to :func:`syncpipe.plan` unchanged.
-_PASSED = ("batch_size", "memory", "bandwidth", "host_bandwidth", "chunks", "stages", "schedule",
+_OPTIONS = ("batch_size", "memory", "bandwidth", "host_bandwidth", "chunks", "stages", "schedule",
            "param_scale", "replicas")  # fmt: skip
 
-_Refused = partial(argparse.ArgumentError, None)
+_Error = partial(argparse.ArgumentError, None)
 
 
 @contextmanager
-def _refusing(*errors: type[Exception], what: str = "") -> Iterator[None]:
+def _reporting(*errors: type[Exception], what: str = "") -> Iterator[None]:
     """Reports these errors as errors of an argument, on one line."""
     try:
         yield
@@ -37,7 +37,7 @@ def _refusing(*errors: type[Exception], what: str = "") -> Iterator[None]:
     except errors as error:
         kind = "" if isinstance(error, OSError | ValueError) else f"{type(error).__name__}: "
         notes = "".join(f" ({note})" for note in getattr(error, "__notes__", [])[:1])
-        raise _Refused(" ".join(f"{what}{kind}{error}{notes}".split())) from error
+        raise _Error(" ".join(f"{what}{kind}{error}{notes}".split())) from error
 
 
 def run(args: argparse.Namespace) -> int:
@@ -52,40 +52,40 @@ def run(args: argparse.Namespace) -> int:
 
 def _run(args: argparse.Namespace) -> None:
     wrong = ArithmeticError, LookupError, RuntimeError, TypeError, ValueError
-    with _refusing(*wrong, what=f"--devices {args.devices}: "):  # before layers are measured
+    with _reporting(*wrong, what=f"--devices {args.devices}: "):  # before layers are measured
         machine_of(args.devices, memory=args.memory, bandwidth=args.bandwidth)
-    layers = _read(args) if args.model is None else _measured(args)
-    with _refusing(TypeError, ValueError):
-        options = {name: getattr(args, name) for name in _PASSED}
+    layers = _load_profile(args) if args.model is None else _measure(args)
+    with _reporting(TypeError, ValueError):
+        options = {name: getattr(args, name) for name in _OPTIONS}
         found = plan(layers, devices=args.devices, **options)
     print(json.dumps(found.as_dict(), indent=1) if args.json else found)
-    with _refusing(ImportError, OSError):
+    with _reporting(ImportError, OSError):
         if args.picture is not None:
             found.timeline().save(args.picture)
         if args.save is not None:
             found.save(args.save)
 
 
-def _read(args: argparse.Namespace) -> Profile:
+def _load_profile(args: argparse.Namespace) -> Profile:
     if args.profile is None:
-        raise _Refused("give a model (package.module:factory), or --profile with a file to read")
+        raise _Error("give a model (package.module:factory), or --profile with a file to read")
     for option in ("sample", "on", "efficiency"):
         if getattr(args, option) is not None:
-            raise _Refused(f"--{option} is for a model: leave it out with a --profile to read")
-    with _refusing(OSError, ValueError):
+            raise _Error(f"--{option} is for a model: leave it out with a --profile to read")
+    with _reporting(OSError, ValueError):
         return Profile.load(args.profile)
 
 
-def _measured(args: argparse.Namespace) -> Profile:
+def _measure(args: argparse.Namespace) -> Profile:
     """The profile of the layers of the model, written to ``--profile`` if that is given."""
     if args.on is None and args.efficiency is not None:
-        raise _Refused("--efficiency belongs to a device to estimate for: give --on")
+        raise _Error("--efficiency belongs to a device to estimate for: give --on")
     with torch.device("meta") if args.on is not None else nullcontext():
-        module, sample = _model(args.model)
+        module, sample = _load_model(args.model)
     if sample is None and args.sample is None:
-        raise _Refused("--sample is missing: the shape of a micro-batch, for example 64x3x224x224")
+        raise _Error("--sample is missing: the shape of a micro-batch, for example 64x3x224x224")
     wrong = (TypeError, ValueError) if args.sample is None else (Exception,)
-    with _refusing(*wrong, what="the model cannot be measured with this sample: "):
+    with _reporting(*wrong, what="the model cannot be measured with this sample: "):
         if args.sample is not None:
             shape, dtype = args.sample
             own = module.parameters() if isinstance(module, nn.Module) else ()
@@ -103,14 +103,14 @@ def _measured(args: argparse.Namespace) -> Profile:
     return found
 
 
-def _model(name: str) -> tuple[Any, Any]:
+def _load_model(name: str) -> tuple[Any, Any]:
     """The model of ``package.module:factory``, and its sample or None."""
     no_name = f"{name!r} is not a package.module:factory"
-    with _refusing(AttributeError, ImportError, ValueError, what=f"{no_name}: "):
+    with _reporting(AttributeError, ImportError, ValueError, what=f"{no_name}: "):
         found = pkgutil.resolve_name(name)
     if callable(found) and not isinstance(found, nn.Module):
         found = found()
     module, sample = found if isinstance(found, tuple) and len(found) == 2 else (found, None)
     if not isinstance(module, nn.Module | list):
-        raise _Refused(f"{no_name} of a model: it returns a {type(module).__name__}")
+        raise _Error(f"{no_name} of a model: it returns a {type(module).__name__}")
     return module, sample

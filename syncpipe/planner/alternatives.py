@@ -10,7 +10,7 @@ from typing import Any
 
 from syncpipe.balance import balance_cost
 from syncpipe.planner.candidates import Candidate, Problem, ScheduleShape
-from syncpipe.planner.search import TITLES, search, shared, variants
+from syncpipe.planner.search import TITLES, search, search_schedules, search_shared
 from syncpipe.schedules import gpipe
 from syncpipe.words import count, duration, in_bytes
 
@@ -62,15 +62,17 @@ def alternatives_of(problem: Problem, chosen: Candidate) -> tuple[Alternative, .
         )
         way = "torchgpipe's way (even in time, GPipe, all but one micro-batch recomputed)"
         ways = {"an equal number of layers for each stage": equal, way: even}
-        found += [_of(problem, name, candidate) for name, candidate in ways.items() if candidate]
+        found += [_entry(problem, name, candidate) for name, candidate in ways.items() if candidate]
     if n > 1:
         alone = (_copies(problem, "one device", [kind[:1]], _NO_PIPE) for kind in machine.kinds)
         found.append(min(alone, key=_time))
         if len(machine.kinds) == 1 and problem.batch_size >= devices:
-            candidate = shared(problem)[1]
+            candidate = search_shared(problem)[1]
     if max(candidate.shape.replicas) > max(chosen.shape.replicas):
         replicas = "-".join(map(str, candidate.shape.replicas))
-        found.append(_of(problem, f"stages with replicas, {replicas} (replicas=True)", candidate))
+        found.append(
+            _entry(problem, f"stages with replicas, {replicas} (replicas=True)", candidate)
+        )
     copied = []
     for d in range(2, devices + 1) if len(machine.kinds) == 1 else ():
         n = devices // d
@@ -97,16 +99,18 @@ def other_schedules(problem: Problem, chosen: Candidate) -> tuple[Alternative, .
     that fit, the fastest first.
     """
     names = [name for name in TITLES if name not in (chosen.shape.name, "1f1b")]
-    candidates = variants(problem, [chosen], names, [(chosen.shape.devices, chosen.shape.m)])
+    candidates = search_schedules(
+        problem, [chosen], names, [(chosen.shape.devices, chosen.shape.m)]
+    )
     candidates.sort(key=lambda other: (other.excess > 1, other.time))
     found = []
     for candidate in candidates:
         bits = " (with other last bits of gradients)" * candidate.shape.split
-        found.append(_of(problem, f"schedule={candidate.shape.name!r}{bits}", candidate))
+        found.append(_entry(problem, f"schedule={candidate.shape.name!r}{bits}", candidate))
     return tuple(found)
 
 
-def _of(problem: Problem, name: str, candidate: Candidate, instead: str = "") -> Alternative:
+def _entry(problem: Problem, name: str, candidate: Candidate, instead: str = "") -> Alternative:
     """An alternative with the memory of a candidate, or the first device that is too small."""
     machine, note = problem.machine, f"{in_bytes(max(candidate.on_device))} at most"
     for d, (needs, limit) in enumerate(zip(candidate.on_device, machine.memory, strict=False)):
@@ -135,7 +139,7 @@ def _copies(
     best = next(iter(search(part, stages=len(places), improve=False)), None)
     if best is None:
         return Alternative(name, None, f"{in_bytes(max(machine.memory))} is too little", instead)
-    found = _of(part, name, best, instead)
+    found = _entry(part, name, best, instead)
     if copies > 1:
         rings = (zip(place, (*place[1:], place[0]), strict=True) for place in places)
         rates = (min(problem.machine.bandwidth[a][b] for a, b in ring) for ring in rings)

@@ -95,8 +95,8 @@ def auto(
         )
     scale = param_scale_of(optimizer)
     gc.collect()  # memory in reference cycles counts as free
-    devices, limits = _room(devices, memory, model)
-    layers = _layers(model, sample, sample_kwargs, len(devices))
+    devices, limits = _find_devices(devices, memory, model)
+    layers = _to_layers(model, sample, sample_kwargs, len(devices))
     input = call_input(layers, sample, sample_kwargs)
     samples_in(input)  # raises if the input has no batch
     if weights is not None:
@@ -110,7 +110,7 @@ def auto(
     counts = [m for m in range(1, batch_size // least + 1) if batch_size % m == 0] or [1]
     chunks, failed = counts if least > 1 else None, ""
     rows = max(1, -(-batch_size // len(devices)))
-    profile, speed = _measured(layers, input, rows, devices, limits, timeout)
+    profile, speed = _measure(layers, input, rows, devices, limits, timeout)
     for attempt in range(_TRIES):
         try:
             found = plan(
@@ -125,11 +125,11 @@ def auto(
         try:
             options = {**found.options(), "devices": found.devices, "init_fn": init_fn}
 
-            def tried(options: dict[str, Any] = options) -> tuple[Any, dict[str, int]]:
+            def build(options: dict[str, Any] = options) -> tuple[Any, dict[str, int]]:
                 pipe = make(layers, **options)
-                return pipe, _tried(pipe, input, target, loss_fn, batch_size, scale)
+                return pipe, _trial_step(pipe, input, target, loss_fn, batch_size, scale)
 
-            pipe, used = or_as_before([layers], tried)
+            pipe, used = or_as_before([layers], build)
         except BaseException as error:
             pipe, failed = None, str(error).partition("\n")[0]
             move_layers(list(layers), homes)
@@ -144,7 +144,7 @@ def auto(
     raise NoPlan(f"no plan fits, even for {_LESS ** (_TRIES - 1):.0%} of the memory: {failed}")
 
 
-def _layers(
+def _to_layers(
     model: nn.Module, sample: tuple[Any, ...], kwargs: dict[str, Any], devices: int
 ) -> nn.Sequential:
     """The model itself if it is an ``nn.Sequential`` with enough layers, else converted to one."""
@@ -166,7 +166,7 @@ def _layers(
     return layers
 
 
-def _room(devices: Any, memory: Any, model: nn.Module) -> tuple[list[Any], list[float]]:
+def _find_devices(devices: Any, memory: Any, model: nn.Module) -> tuple[list[Any], list[float]]:
     """The devices, as a pipe takes them, and the bytes that a plan may use on each; the largest
     device first, because layers are measured there.
     """
@@ -180,7 +180,7 @@ def _room(devices: Any, memory: Any, model: nn.Module) -> tuple[list[Any], list[
     return [devices[d] for d in order], [limits[d] for d in order]
 
 
-def _measured(
+def _measure(
     layers: nn.Sequential,
     input: Any,
     rows: int,
@@ -223,7 +223,7 @@ def _takes_one(function: Callable[..., Any]) -> bool:
     return True
 
 
-def _tried(
+def _trial_step(
     pipe: Any,
     input: Any,
     target: Any,

@@ -1,6 +1,6 @@
 """``Candidate``: a way to run the layers as a pipeline under any schedule, with time and memory.
 
-:func:`.play` gives the time and :meth:`.Chain.held` the memory of each stage. The peak of a device
+:func:`.play` gives the time and :meth:`.Chain.needs` the memory of each stage. The peak of a device
 with several stages is the largest sum over its stages at any moment:
 
     entire backward             F|==== stored ====|B--|
@@ -19,7 +19,7 @@ from itertools import accumulate, product
 from typing import Any
 
 from syncpipe.balance.profile import Profile
-from syncpipe.planner.chain import Chain, Held, Mode, costs_of, ends_of, sizes_of
+from syncpipe.planner.chain import Chain, Mode, StageMemory, costs_of, ends_of, sizes_of
 from syncpipe.planner.machine import Machine
 from syncpipe.runtime.worker import has_lock
 from syncpipe.schedules import one_f_one_b
@@ -54,7 +54,7 @@ class ScheduleShape:
         """
         return [(self.m - (self.name == "gpipe")) * (mode == "recompute") for mode in modes]
 
-    def levels(self, d: int, stages: Mapping[int, Held]) -> Iterator[float]:
+    def levels(self, d: int, stages: Mapping[int, StageMemory]) -> Iterator[float]:
         """Bytes of these stages on device ``d``: before the step, during each action, and during
         the optimizer's step. One stage runs at a time.
         """
@@ -89,10 +89,10 @@ class ScheduleShape:
         sent = ((end, 1) for end in self._played[kind][source].ends)
         return max(accumulate((change for _, change in sorted([*begun, *sent])), initial=0))
 
-    def most(self, d: int, stages: Mapping[int, Held]) -> float:
+    def peak(self, d: int, stages: Mapping[int, StageMemory]) -> float:
         """The peak bytes of these stages on device ``d``."""
         if self.devices == self.n and not self.split:
-            return max(float(x.most(self.in_flight[j])) for j, x in stages.items())
+            return max(float(x.peak(self.in_flight[j])) for j, x in stages.items())
         return max(self.levels(d, stages))
 
 
@@ -153,7 +153,7 @@ class Problem:
         self.update = float(param_scale >= ADAM) if update is None else update
         self._chains: dict[int, Chain] = {}
         #: Drafts under 1F1B by number of micro-batches, slots and balance.
-        self._known: dict[tuple[object, ...], Candidate] = {}
+        self._cache: dict[tuple[object, ...], Candidate] = {}
         self.modes: tuple[Mode, ...] = ("store", "recompute")
         self.modes += ("offload",) if machine.host else ()
         trained = (x.parameter_bytes - x.frozen_bytes for x in self.profile.layers)
@@ -177,19 +177,19 @@ class Problem:
         return other
 
     @lru_cache(maxsize=8)  # noqa: B019
-    def _placed(self, places: tuple[tuple[int, ...], ...]) -> Machine:
+    def _shared_machine(self, places: tuple[tuple[int, ...], ...]) -> Machine:
         return self.machine.shared(places)
 
     def costs(self, shape: ScheduleShape, balance: Sequence[int]) -> Costs:
         """The times of the stages of a cut."""
-        places, last = self._placed(shape.places), self.batch_size % shape.m > 0
+        places, last = self._shared_machine(shape.places), self.batch_size % shape.m > 0
         chains = [self.chain(shape.m, which) for which in range(1 + last)]
         found = [costs_of(chain, places, balance, shape.split) for chain in chains]
         return replace(found[0], last=found[1]) if last else found[0]
 
-    def held(
+    def needs(
         self, shape: ScheduleShape, s: int, ends: Sequence[tuple[int, int]], mode: Mode
-    ) -> Held:
+    ) -> StageMemory:
         """The memory of stage ``s``, given the layers of all stages."""
         chain, q = self.chain(shape.m), shape.in_flight[s]
         q0 = shape.in_flight[0] if shape.slots else q + shape.waiting("forward", 0, s)
@@ -202,14 +202,16 @@ class Problem:
             for stash, pop, size in sent:
                 if i <= stash < j <= pop:
                     returned += size * shape.waiting("backward", stages[pop], s)
-        found = chain.held(run, q, q0, mode, self.machine.host * run.forward / speed, returned)
+        found = chain.needs(run, q, q0, mode, self.machine.host * run.forward / speed, returned)
         if shape.split:
             halves, transient = chain.sums["halves"], chain.split_transient(i, j)
             weight = max(chain.trained[i:j]) - transient
             found = found._replace(halves=halves[j] - halves[i], transient=transient, weight=weight)
         return found
 
-    def _at(self, d: int, shape: ScheduleShape, j: int, ends: tuple[int, int], held: Held) -> Held:
+    def _on_replica(
+        self, d: int, shape: ScheduleShape, j: int, ends: tuple[int, int], held: StageMemory
+    ) -> StageMemory:
         """The memory of a stage on device ``d``, one of its replicas. The first replica receives
         all gradients and has the optimizer; the others hold parameters and gradients only.
         """
@@ -223,10 +225,10 @@ class Problem:
 
     def stages(
         self, shape: ScheduleShape, balance: Sequence[int], modes: Sequence[Mode]
-    ) -> list[Held]:
+    ) -> list[StageMemory]:
         """The memory of each stage of a cut."""
         ends = ends_of(balance)
-        return [self.held(shape, s, ends, mode) for s, mode in enumerate(modes)]
+        return [self.needs(shape, s, ends, mode) for s, mode in enumerate(modes)]
 
     def trained(self, i: int, j: int) -> float:
         """Bytes of the parameters that layers ``[i, j)`` train."""
@@ -254,8 +256,8 @@ class Problem:
         """
         key = (shape.m, shape.slots, tuple(balance))
         cached = shape.slots is not None and modes is None
-        if cached and key in self._known:
-            return self._known[key] if self._known[key].bound <= at_most else None
+        if cached and key in self._cache:
+            return self._cache[key] if self._cache[key].bound <= at_most else None
         costs, none = self.costs(shape, balance), [0] * shape.n
         if at_most < math.inf and not shape.slots:  # before the modes, which take longer to find
             device_of = shape.schedule.device_of
@@ -264,7 +266,7 @@ class Problem:
         modes = tuple(self._modes(shape, balance, costs) if modes is None else modes)
         counts = shape.recomputed(modes)
         python = self.interpreter(shape.m, balance, counts)
-        if _waiting(shape, costs, counts) > at_most:
+        if _slots_bound(shape, costs, counts) > at_most:
             return None
         bound = max(python, self.bound(shape, balance, costs, modes))
         if bound > at_most:
@@ -279,18 +281,18 @@ class Problem:
         time = (bound if bound > time * (1 + 1e-9) else time) + exchange
         ends, stages = ends_of(balance), self.stages(shape, balance, modes)
         parts = [
-            {j: self._at(d, shape, j, ends[j], stages[j]) for j in own}
+            {j: self._on_replica(d, shape, j, ends[j], stages[j]) for j in own}
             for d, own in enumerate(shape.stages_of)
         ]
-        on_device = tuple(shape.most(d, own) for d, own in enumerate(parts))
-        memory = (shape.most(d, {j: parts[d][j]}) for j, d in enumerate(shape.device_of))
+        on_device = tuple(shape.peak(d, own) for d, own in enumerate(parts))
+        memory = (shape.peak(d, {j: parts[d][j]}) for j, d in enumerate(shape.device_of))
         shares = (a / b for a, b in zip(on_device, self.machine.memory, strict=False))
         candidate = Candidate(
             shape, tuple(balance), modes, time, tuple(memory), on_device, max(1.0, *shares), python,
             min(bound + exchange, time),
         )  # fmt: skip
         if cached:
-            self._known[key] = candidate
+            self._cache[key] = candidate
         return candidate
 
     def bound(
@@ -326,10 +328,10 @@ class Problem:
             for modes in product(self.modes, repeat=len(own)):
                 pairs = [*zip(own, modes, strict=True)]
                 stages = {
-                    j: self._at(d, shape, j, ends[j], self.held(shape, j, ends, mode))
+                    j: self._on_replica(d, shape, j, ends[j], self.needs(shape, j, ends, mode))
                     for j, mode in pairs
                 }
-                needs = shape.most(d, stages)
+                needs = shape.peak(d, stages)
                 rank = needs > limit, needs if needs > limit else sum(longer(*x) for x in pairs)
                 if rank < best:
                     best = rank
@@ -340,7 +342,7 @@ class Problem:
         return chosen
 
 
-def _waiting(shape: ScheduleShape, costs: Costs, counts: Sequence[int]) -> float:
+def _slots_bound(shape: ScheduleShape, costs: Costs, counts: Sequence[int]) -> float:
     """The lower bound for 1F1B with these slots that :mod:`syncpipe.planner.search` states."""
     if not shape.slots or costs.last:
         return 0.0

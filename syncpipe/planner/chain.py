@@ -42,7 +42,8 @@ from syncpipe.planner.machine import Machine
 from syncpipe.schedules.player import Costs
 
 __all__ = [
-    "Chain", "Held", "Mode", "Run", "chunk_counts", "costs_of", "doubles", "ends_of", "sizes_of",
+    "Chain", "LayerRange", "Mode", "StageMemory", "chunk_counts", "costs_of", "doubles", "ends_of",
+    "sizes_of",
 ]  # fmt: skip
 
 #: How a stage keeps its activations until their backward.
@@ -54,7 +55,7 @@ _HALF = 0.5
 _AHEAD = 2  # the most inputs that wait at a stage
 
 
-class Run(NamedTuple):
+class LayerRange(NamedTuple):
     """Times and sizes of layers ``[i, j)``: numbers, or tensors for many ranges at once.
 
     ``first``: whether ``i`` is 0. ``first_transient``: transient bytes of the first backward, when
@@ -76,7 +77,7 @@ class Run(NamedTuple):
     update: Any
 
 
-class Held(NamedTuple):
+class StageMemory(NamedTuple):
     """The memory of a stage in bytes, numbers or tensors.
 
     Attributes:
@@ -99,7 +100,7 @@ class Held(NamedTuple):
     update: Any
     weight: Any = 0.0
 
-    def most(self, q: Any) -> Any:
+    def peak(self, q: Any) -> Any:
         """The peak with ``q`` micro-batches in flight."""
         found = self.fixed + self.transient + q * self.each + self.once
         return (
@@ -256,7 +257,7 @@ class Chain:
         least = -stored if first else torch.zeros_like(stored)
         return torch.maximum(most[:, (at - 1 - low).clamp(min=0)] - stored, least)
 
-    def _run(self, x: Mapping[str, Any], i: Any, j: Any, first: bool, transient: Any) -> Run:
+    def _run(self, x: Mapping[str, Any], i: Any, j: Any, first: bool, transient: Any) -> LayerRange:
         f, b, fixed, stored, update = (
             x[what][j] - x[what][i] for what in ("forward", "backward", "fixed", "stored", "update")
         )
@@ -274,11 +275,11 @@ class Chain:
             fixed = fixed + (size + 2 * trained) * copied  # one gradient is on its way
         stored = stored + x["shared"][i]
         alone, inputs = transient[1], x["inputs"][i]
-        return Run(
+        return LayerRange(
             first, f, b, fixed, inputs, stored, transient[0], alone, popped, returned, update
         )
 
-    def runs(self, at: Sequence[int], first: bool) -> Run:
+    def runs(self, at: Sequence[int], first: bool) -> LayerRange:
         """The ranges between any two of these boundaries, as tensors; with ``first``, only the
         ranges that begin at layer 0.
         """
@@ -288,23 +289,23 @@ class Chain:
         return self._run(self.tensors, i, j, first, transient)
 
     @cached_property
-    def _runs(self) -> dict[tuple[int, int], Run]:
+    def _runs(self) -> dict[tuple[int, int], LayerRange]:
         return {}
 
     def split_transient(self, i: int, j: int) -> float:
         """Transient bytes of ``[i, j)`` if its backward is split into halves."""
         return float(self._transient([i], [j], split=True))
 
-    def run(self, i: int, j: int) -> Run:
+    def run(self, i: int, j: int) -> LayerRange:
         """The range ``[i, j)``, as numbers."""
         if (i, j) not in self._runs:
             transient = [float(self._transient([i], [j], first=which)) for which in (False, True)]
             self._runs[i, j] = self._run(self.sums, i, j, i == 0, transient)
         return self._runs[i, j]
 
-    def held(
-        self, run: Run, q: Any, q0: Any, mode: Mode, taken: Any = 0.0, returned: Any = None
-    ) -> Held:
+    def needs(
+        self, run: LayerRange, q: Any, q0: Any, mode: Mode, taken: Any = 0.0, returned: Any = None
+    ) -> StageMemory:
         """The memory of a stage, or of many, with ``q`` micro-batches in flight on it and ``q0`` on
         stage 0. ``taken``: bytes that the link to the host takes during one forward. ``returned``:
         bytes of gradients that wait; by default those from the last stage, which has one
@@ -312,31 +313,31 @@ class Chain:
         """
         stored, inputs, known = run.stored, run.inputs, bool(self.peaks)
         # A stage that stores holds skips of micro-batches that it has not begun, others hold all.
-        each, once, waiting = stored, 0.0, _over(q0 - q) if known else q0
+        each, once, waiting = stored, 0.0, _positive(q0 - q) if known else q0
         if mode != "store":
             each, once, waiting = inputs, stored - known * inputs, q0
         if mode == "offload":
-            more = _over(q - 2)
-            once = once + (q - 1 - more) * stored + more * _over(stored - taken)
+            more = _positive(q - 2)
+            once = once + (q - 1 - more) * stored + more * _positive(stored - taken)
         transient, first = run.transient, run.first_transient - run.transient
         if known and self.chunks:  # the first backward follows all forwards: no gradients yet
-            fewer = first if self.chunks == 1 else _over(each + first) - each
+            fewer = first if self.chunks == 1 else _positive(each + first) - each
             transient = transient + fewer * (q >= self.chunks)
         arrived = 0.0
         if known and run.first:
-            arrived = _over(self.batch - q * inputs)
+            arrived = _positive(self.batch - q * inputs)
         elif known:
-            arrived = (_over(q0 - q) - _over(q0 - q - _AHEAD)) * inputs
+            arrived = (_positive(q0 - q) - _positive(q0 - q - _AHEAD)) * inputs
         returned = q // 2 * run.returned if returned is None else returned
         fixed = run.fixed + arrived + waiting * run.popped + returned
-        return Held(fixed, arrived, transient, each, once, stored, run.update)
+        return StageMemory(fixed, arrived, transient, each, once, stored, run.update)
 
     def memory(self, i: int, j: int, q: int, q0: int, mode: Mode, taken: float = 0.0) -> float:
         """Peak bytes of the stage ``[i, j)``."""
-        return float(self.held(self.run(i, j), q, q0, mode, taken).most(q))
+        return float(self.needs(self.run(i, j), q, q0, mode, taken).peak(q))
 
 
-def _over(number: Any) -> Any:
+def _positive(number: Any) -> Any:
     """The number, or numbers, and 0 in place of negative ones."""
     return number.clamp(min=0) if isinstance(number, Tensor) else max(0.0, number)
 

@@ -77,7 +77,7 @@ class Machine:
         n, inf = len(memory), math.inf
         if n == 0:
             raise ValueError("memory=() has no device: give the bytes of at least one")
-        rows = [row if _is_list(row) else (row,) for row in _listed("bandwidth", self.bandwidth)]
+        rows = [row if _is_list(row) else (row,) for row in _as_list("bandwidth", self.bandwidth)]
         if [len(row) for row in rows] != [n] * n:
             raise ValueError(
                 f"bandwidth has rows of {[len(row) for row in rows]} numbers, but there are {n} "
@@ -244,14 +244,14 @@ def _is_list(given: Any) -> bool:
     return isinstance(given, Iterable) and not isinstance(given, str)
 
 
-def _listed(what: str, given: Any) -> list[Any]:
+def _as_list(what: str, given: Any) -> list[Any]:
     if not _is_list(given):
         raise TypeError(f"{what}={given!r} must be a list with one entry for each device")
     return list(given)
 
 
 def _numbers(what: str, given: Any, unit: Unit) -> tuple[float, ...]:
-    numbers = enumerate(_listed(what, given))
+    numbers = enumerate(_as_list(what, given))
     return tuple(number_of(f"{what}[{k}]", number, unit) for k, number in numbers)
 
 
@@ -266,7 +266,7 @@ _DEVICES = re.compile(
 )
 
 
-def _memory_of(what: str, text: str) -> float:
+def _parse_memory(what: str, text: str) -> float:
     """The bytes that a text gives, directly or as the name of a device in the table."""
     name = text.strip().lower()
     known = [one for one in DEVICES if name and one.lower().startswith(name)]
@@ -277,7 +277,7 @@ def _memory_of(what: str, text: str) -> float:
     return DEVICES[next((one for one in known if one.lower() == name), known[0])].memory
 
 
-def _described(text: str, bandwidth: Any = None, whole: str = "") -> Machine:
+def _parse_machine(text: str, bandwidth: Any = None, whole: str = "") -> Machine:
     """The machine of a description, or of the part in parentheses of the description ``whole``.
     ``bandwidth`` serves if the text has none.
     """
@@ -288,9 +288,9 @@ def _described(text: str, bandwidth: Any = None, whole: str = "") -> Machine:
         found = _DEVICES.fullmatch(one)
         count, inside, memory, speed = found.groups() if found else (None, None, one, None)
         if inside is not None:
-            part = _described(inside, whole=whole or text)
+            part = _parse_machine(inside, whole=whole or text)
         else:
-            size = _memory_of(f"{what}: memory", memory)
+            size = _parse_memory(f"{what}: memory", memory)
             factor = number_of(f"{what}: speed", "1" if speed is None else speed, FACTOR)
             part = Machine((size,), ((math.inf,),), speed=(factor,))
         number = int(count) if re.fullmatch(r"\d{1,4}", count := (count or "1").strip()) else 0
@@ -373,7 +373,7 @@ def machine_of(
     """
     given = real_devices(devices)
     real = places_of(given) if given is not None else []
-    known = devices if real or isinstance(devices, Machine) else _described(devices, bandwidth)
+    known = devices if real or isinstance(devices, Machine) else _parse_machine(devices, bandwidth)
     places: list[Any] = real or list(range(len(known)))
     cpu = torch.device("cpu")  # all CPU workers share one memory
     homes = [cpu if place.type == "cpu" else place for place in real]
@@ -389,7 +389,7 @@ def machine_of(
     elif isinstance(memory, (str, Real)):
         size = number_of("memory", memory, BYTES)
         memory = [size / places.count(place) for place in places]
-    memory = _listed("memory", memory)
+    memory = _as_list("memory", memory)
     _check_count("memory", memory, len(places))
     if bandwidth is None:
         bandwidth = [[link_bandwidth(a, b) for b in homes] for a in homes] or known.bandwidth

@@ -36,11 +36,11 @@ _SPREAD = 0.05  # the spread of measured times from which it is reported
 def text(plan: Plan) -> str:
     """The text of ``print(plan)``."""
     ways = [
-        f"{_told(plan, one):>17}  {one.name}" + f": {one.note}" * bool(one.note)
+        f"{_time(plan, one):>17}  {one.name}" + f": {one.note}" * bool(one.note)
         for one in _ranked(plan)
     ]
     blocks = [
-        [_title(plan), *_way(plan), *_source(plan)],
+        [_title(plan), *_setup(plan), *_sources(plan)],
         _wrapped([_verdict(plan)[0]]),
         [*columns([_HEADER, *_rows(plan)], left=(1, 2, 7)), *_wrapped(_notes(plan))],
         _wrapped([f"{name:<11} {number}{of}" for name, number, of in _figures(plan)], indent=12),
@@ -62,7 +62,7 @@ def _title(plan: Plan) -> str:
     return f"Plan for mini-batches of {samples} on {devices}"
 
 
-def _way(plan: Plan) -> Iterator[str]:
+def _setup(plan: Plan) -> Iterator[str]:
     """The schedule, the numbers of stages and micro-batches, and why these are no larger."""
     n, m, used = len(plan.balance), plan.chunks, plan.chosen.shape.devices
     what = "one device, no pipeline"
@@ -87,7 +87,7 @@ def _way(plan: Plan) -> Iterator[str]:
         )
 
 
-def _source(plan: Plan) -> Iterator[str]:
+def _sources(plan: Plan) -> Iterator[str]:
     """The source of the layers' costs, and doubts about them."""
     profile, samples = plan.profile, sizes_of(plan.batch_size, plan.chunks)[0]
     source = f"layers: {profile.how or 'as given'}"
@@ -158,17 +158,17 @@ def _rows(plan: Plan) -> Iterator[tuple[str, ...]]:
         yield (
             str(s),
             stage.device,
-            _named(stage.layers),
+            _name_range(stage.layers),
             duration(stage.forward),
             duration(stage.backward) + f" + {stage.mode}" * (stage.mode != "store"),
             duration(stage.send) if stage.send else "",
             str(stage.in_flight),
-            _of(stage.memory, stage.limit),
+            _share(stage.memory, stage.limit),
             in_bytes(stage.gradients),
         )
 
 
-def _named(names: Sequence[str]) -> str:
+def _name_range(names: Sequence[str]) -> str:
     """The first and the last name, and the number of names."""
     short = []
     for name in (names[0], names[-1]):
@@ -177,7 +177,7 @@ def _named(names: Sequence[str]) -> str:
     return f"{short[0]} to {short[1]} ({len(names)})" if len(names) > 1 else short[0]
 
 
-def _of(memory: float, limit: float) -> str:
+def _share(memory: float, limit: float) -> str:
     """Bytes, and their share of the limit if that is finite."""
     if math.isinf(limit):
         return in_bytes(memory)
@@ -212,7 +212,7 @@ def _notes(plan: Plan) -> list[str]:
     )
     several = [
         f"{names[d]}, stages {', '.join(map(str, own))} at once: "
-        + _of(chosen.on_device[d], plan.machine.memory[d])
+        + _share(chosen.on_device[d], plan.machine.memory[d])
         for d, own in enumerate(chosen.shape.stages_of)
         if len(own) > 1
     ]
@@ -223,8 +223,8 @@ def _notes(plan: Plan) -> list[str]:
 def _figures(plan: Plan) -> Iterator[tuple[str, str, str]]:
     """The names, values and explanations of the plan's figures."""
     rate = plan.samples_per_second
-    told = f"{rate:,.0f}" if rate >= 100 else f"{rate:.3g}"
-    what = f", simulated, without loss and optimizer ({told} samples per second)"
+    rate_text = f"{rate:,.0f}" if rate >= 100 else f"{rate:.3g}"
+    what = f", simulated, without loss and optimizer ({rate_text} samples per second)"
     yield "step time", duration(plan.step_time) + _spread(plan), what
     if len(plan.balance) > 1:
         yield "bubble", f"{plan.bubble:.1%}", " of the devices' time"
@@ -259,7 +259,7 @@ def limited_by(plan: Plan) -> str:
     )[1]  # fmt: skip
 
 
-def _told(plan: Plan, one: Alternative) -> str:
+def _time(plan: Plan, one: Alternative) -> str:
     """The time of an alternative, and its difference from that of the plan."""
     if one.time is None:
         return "does not fit"
@@ -300,20 +300,20 @@ def save(path: str | os.PathLike[str], plan: Plan) -> None:
     figures = [*_figures(plan), ("memory", in_bytes(max(plan.chosen.on_device)), " at most")]
     svg = plan.timeline()._repr_svg_() or _NO_PICTURE
     parts = {
-        "title": _clean(_title(plan)),
-        "way": _clean(" ".join(_way(plan))),
-        "source": _clean("; ".join(_source(plan))),
+        "title": _html(_title(plan)),
+        "way": _html(" ".join(_setup(plan))),
+        "source": _html("; ".join(_sources(plan))),
         "kind": "good" if good else "bad",
-        "verdict": _clean(verdict),
-        "notes": _clean(" ".join(_notes(plan))),
-        "remarks": _clean(" ".join(_remarks(plan))),
-        "figures": (f"<div>{name} <b>{_clean(x)}</b>{_clean(of)}</div>" for name, x, of in figures),
-        "stages": [_row(*_HEADER, tag="th"), *(_row(*map(_clean, row)) for row in _rows(plan))],
-        "layers": _layers(plan),
+        "verdict": _html(verdict),
+        "notes": _html(" ".join(_notes(plan))),
+        "remarks": _html(" ".join(_remarks(plan))),
+        "figures": (f"<div>{name} <b>{_html(x)}</b>{_html(of)}</div>" for name, x, of in figures),
+        "stages": [_row(*_HEADER, tag="th"), *(_row(*map(_html, row)) for row in _rows(plan))],
+        "layers": _layer_rows(plan),
         "open": " open" * (len(plan.profile.layers) < _OPEN),
         "step": svg[max(0, svg.find("<svg")) :],
-        "memory": _held(plan),
-        "alternatives": _bars(plan),
+        "memory": _memory_rows(plan),
+        "alternatives": _alternative_rows(plan),
     }
     template = Template(Path(__file__).with_name("page.html").read_text(encoding="utf-8"))
     page = template.substitute({name: "".join(part) for name, part in parts.items()})
@@ -324,7 +324,7 @@ def _row(*cells: str, look: str = "", tag: str = "td") -> str:
     return f'<tr class="{look}">{"".join(f"<{tag}>{cell}</{tag}>" for cell in cells)}</tr>'
 
 
-def _layers(plan: Plan) -> Iterator[str]:
+def _layer_rows(plan: Plan) -> Iterator[str]:
     """A row for each layer: its name, and bars of time and memory."""
     x = plan.terms.chain(plan.chunks)
     times = [f + b for f, b in zip(x.forward, x.backward, strict=True)]
@@ -335,11 +335,11 @@ def _layers(plan: Plan) -> Iterator[str]:
         mode = "" if stage.mode == "store" else f", {stage.mode}s"
         time = duration(stage.forward + stage.backward)
         words = f"stage {s} on {stage.device}: {time} for a micro-batch{mode}"
-        yield f'<tr class="cut"><th colspan="3">{_clean(words)}</th></tr>'
+        yield f'<tr class="cut"><th colspan="3">{_html(words)}</th></tr>'
         for k in range(i, j):
             time = _bar(duration(times[k]), longest, forward=x.forward[k], backward=x.backward[k])
             memory = _bar(in_bytes(sizes[k]), largest, fixed=x.fixed[k], stored=own[k])
-            yield _row(_clean(plan.profile.layers[k].name), time, memory)
+            yield _row(_html(plan.profile.layers[k].name), time, memory)
 
 
 def _bar(words: str, whole: float, **parts: float) -> str:
@@ -347,27 +347,27 @@ def _bar(words: str, whole: float, **parts: float) -> str:
     return f'<span class="bar">{"".join(made)}</span><small>{words}</small>'
 
 
-def _held(plan: Plan) -> Iterator[str]:
+def _memory_rows(plan: Plan) -> Iterator[str]:
     """A row for each device: its peak memory and its limit."""
     chosen, chain = plan.chosen, plan.terms.chain(plan.chunks)
     for d, own in enumerate(chosen.shape.stages_of):
         held, limit = chosen.on_device[d], plan.machine.memory[d]
         fixed = sum(chain.run(*chosen.ends[j]).fixed for j in own)
         whole = (held if math.isinf(limit) else limit) or 1.0
-        bar = _bar(_of(held, limit), whole, fixed=fixed, stored=held - fixed)
-        yield _row(_clean(plan.machine.names[d]), bar)
+        bar = _bar(_share(held, limit), whole, fixed=fixed, stored=held - fixed)
+        yield _row(_html(plan.machine.names[d]), bar)
 
 
-def _bars(plan: Plan) -> Iterator[str]:
+def _alternative_rows(plan: Plan) -> Iterator[str]:
     """A row for the plan and for each alternative."""
     ways = _ranked(plan)
     most = max(one.time or 0.0 for one in ways) or 1.0
     for one in ways:
-        look, said = "mine" if one.draft is plan.chosen else "other", _told(plan, one)
-        bar = _bar(said, most, **{look: one.time}) if one.time is not None else f"<em>{said}</em>"
-        yield _row(_clean(one.name), bar, _clean(one.note), look=look)
+        look, time = "mine" if one.draft is plan.chosen else "other", _time(plan, one)
+        bar = _bar(time, most, **{look: one.time}) if one.time is not None else f"<em>{time}</em>"
+        yield _row(_html(one.name), bar, _html(one.note), look=look)
 
 
-def _clean(words: str) -> str:
+def _html(words: str) -> str:
     """Text escaped for HTML, with characters that HTML cannot hold replaced."""
     return escape(re.sub(r"[^\t\n\r\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]", "?", words))

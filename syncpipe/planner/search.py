@@ -44,7 +44,7 @@ from syncpipe.words import in_bytes
 
 __all__ = [
     "ANY", "AUTO", "LAYOUTS", "TITLES", "NoPlan", "check_schedule", "choose", "search",
-    "search_orders", "shared", "shortage", "variants",
+    "search_orders", "search_schedules", "search_shared", "shortage",
 ]  # fmt: skip
 
 #: Budgets of simulated actions for a schedule that was asked for, and for a comparison; and the
@@ -180,8 +180,8 @@ class Program:
         def over(q: Tensor, mode: Mode) -> Tensor:
             # With any slots, a bound: only the skips that are sure to wait.
             q0 = torch.full_like(q, asked[1]) if asked and not first else q
-            held = chain.held(run, q, q0, mode, taken)
-            found: Tensor = held.most(q) - limit * _ROUNDED
+            held = chain.needs(run, q, q0, mode, taken)
+            found: Tensor = held.peak(q) - limit * _ROUNDED
             return found
 
         for mode in self.problem.modes if limit < math.inf else self.problem.modes[:1]:
@@ -236,12 +236,12 @@ def search(
     tasks = list[tuple[float, int, int]]()
     for m, program in programs.items():
         python = problem.interpreter(m, (layers,), [0])
-        tasks += [(_rounded(max(program.lowest(n), python)), m, n) for n in counts]
+        tasks += [(_without_rounding(max(program.lowest(n), python)), m, n) for n in counts]
     found, fastest = list[Candidate](), math.inf
     for low, m, n in sorted(tasks):
         if low < fastest * (1 - NOTICED) and (value := programs[m].cut(n)[0]) < fastest:
             found += _candidates(
-                problem, programs[m], n, _families(n, m), max(low, _rounded(value))
+                problem, programs[m], n, _slot_choices(n, m), max(low, _without_rounding(value))
             )
             fastest = min([fastest, *(candidate.time for candidate in found)])
     coarse = not found and boundaries < min(layers, _MOST_BOUNDARIES)
@@ -271,7 +271,7 @@ def search(
             near = [(*(min(m, max(1, q + step)) for q in own[:-1]), own[-1]) for step in _NEAR]
             found = _candidates(problem, programs[m], n, near * (n > 1), 0.0, first.time)
             for one in sorted(best.values(), key=_rank)[:2] if before == math.inf else ():
-                found += _tighter(problem, one.shape.m, one.shape.n, boundaries, fastest)
+                found += _with_less_memory(problem, one.shape.m, one.shape.n, boundaries, fastest)
         elif improve and gap and work > 0 and not moved:
             # Moves that make it hardly slower: a second move may make it faster.
             at_most = first.time * _HARDLY
@@ -286,7 +286,7 @@ def search(
     return sorted(best.values(), key=_rank)
 
 
-def _tighter(
+def _with_less_memory(
     problem: Problem, m: int, n: int, boundaries: int, fastest: float
 ) -> Iterator[Candidate]:
     """The candidates for less and less memory, while their bound is below ``fastest``. Without
@@ -297,7 +297,7 @@ def _tighter(
         program = Program(problem.on(replace(problem.machine, memory=memory)), m, boundaries)
         if program.cut(n)[0] >= fastest:
             return
-        yield from _candidates(problem, program, n, _families(n, m), 0.0, fastest)
+        yield from _candidates(problem, program, n, _slot_choices(n, m), 0.0, fastest)
 
 
 def _stage_counts(problem: Problem, stages: int | None) -> list[int]:
@@ -312,12 +312,12 @@ def _stage_counts(problem: Problem, stages: int | None) -> list[int]:
     )
 
 
-def _rounded(bound: float) -> float:
+def _without_rounding(bound: float) -> float:
     """A bound without rounding errors, so that equal bounds are ordered by micro-batches."""
     return float(f"{bound * (1 - NOTICED):.9e}")
 
 
-def _families(n: int, m: int) -> list[Slots]:
+def _slot_choices(n: int, m: int) -> list[Slots]:
     """The choices of slots to try: as many as fit (empty), slots that hide transfers, halfway to
     the textbook's ``n - s``, these, parts of them, and one.
     """
@@ -336,9 +336,11 @@ def _candidates(
     m, found = program.count, list[Candidate]()
     for slots in dict.fromkeys(families):
         balance = program.cut(n, slots)[1] if fastest > enough * (1 + NOTICED) else ()
-        caps = (slots or (m,) * n, *_families(n, m)[1:4])
+        caps = (slots or (m,) * n, *_slot_choices(n, m)[1:4])
         fitting = (
-            _fitting(program.problem, balance, m, part, cap) for cap in caps for part in (0, 0.5, 1)
+            _most_slots(program.problem, balance, m, part, cap)
+            for cap in caps
+            for part in (0, 0.5, 1)
         )
         for some in dict.fromkeys(filter(None, fitting)):
             shape, at_most = one_f_one_b_shape(m, some), fastest * _PROMISING
@@ -349,7 +351,7 @@ def _candidates(
     return found
 
 
-def _fitting(
+def _most_slots(
     problem: Problem, balance: Balance, m: int, part: float, limits: Slots
 ) -> Slots | None:
     """As many slots as fit on each stage, at most those of the stage before; None if a stage does
@@ -383,12 +385,12 @@ def search_orders(problem: Problem, **choice: Any) -> tuple[tuple[int, ...], lis
         return order, search(problem.on(machine.ordered(order)), **choice)
 
     def rank(pair: tuple[tuple[int, ...], list[Candidate]]) -> float:
-        return _rounded(pair[1][0].time) if pair[1] else math.inf
+        return _without_rounding(pair[1][0].time) if pair[1] else math.inf
 
     known = {order: tried(order) for order in machine.orders()}
     best = min(known.values(), key=rank)
     while best[1] and not machine.even_links and len(machine) <= _EXCHANGED:
-        order = _exchanged(problem, *best)
+        order = _exchange(problem, *best)
         if order in known:
             break
         known[order] = tried(order)
@@ -396,7 +398,7 @@ def search_orders(problem: Problem, **choice: Any) -> tuple[tuple[int, ...], lis
     return best
 
 
-def _exchanged(problem: Problem, order: tuple[int, ...], found: list[Candidate]) -> tuple[int, ...]:
+def _exchange(problem: Problem, order: tuple[int, ...], found: list[Candidate]) -> tuple[int, ...]:
     """The order in which one of these candidates is fastest, by exchanges of two devices, from the
     given order or the one along the best links.
     """
@@ -478,7 +480,7 @@ def _neighbours(problem: Problem, candidate: Candidate) -> Iterator[tuple[Balanc
                     moved[a] -= 1
                     moved[b] += 1
                     yield tuple(moved), slots
-                    fewer = slots and _fitting(problem, tuple(moved), m, 0, slots)
+                    fewer = slots and _most_slots(problem, tuple(moved), m, 0, slots)
                     if fewer and fewer != slots:
                         yield tuple(moved), fewer
 
@@ -532,14 +534,14 @@ def choose(
     order, found = search_orders(problem, **choice)
     made, how = found[:1], f"schedule={schedule!r}"
     if replicas:
-        other, candidate = shared(problem, chunks)
+        other, candidate = search_shared(problem, chunks)
         if not made or candidate.rank < made[0].rank:
             order, made, how = other, [candidate], "replicas=True"
     there = problem.on(problem.machine.ordered(order))
     if not usual and schedule is not None:
         names = LAYOUTS if schedule == ANY else [schedule]
-        sizes = _sizes(problem, found, chunks, stages)
-        made = variants(there, found, names, sizes, _LONG, stages)
+        sizes = _sizes_to_try(problem, found, chunks, stages)
+        made = search_schedules(there, found, names, sizes, _LONG, stages)
         if schedule == ANY:
             made += [candidate for candidate in found if stages in (None, len(candidate.balance))]
         if not made and (found or schedule not in (ANY, AUTO)):
@@ -554,11 +556,11 @@ def choose(
         raise NoPlan(shortage(problem, **choice) or text)
     if best.excess > 1:
         ways = [f"leave out {how}, because plain 1F1B needs the least"]
-        raise NoPlan(_nearest(there, best, f" with {how} that was tried", ways))
+        raise NoPlan(_no_fit_message(there, best, f" with {how} that was tried", ways))
     return order, best
 
 
-def _nearest(problem: Problem, candidate: Candidate, how: str, ways: Sequence[str]) -> str:
+def _no_fit_message(problem: Problem, candidate: Candidate, how: str, ways: Sequence[str]) -> str:
     """A message: the candidate nearest to fitting, the bytes that it lacks, and the ways to fit."""
     machine, layers, shape = problem.machine, problem.profile.layers, candidate.shape
     d = max(
@@ -580,7 +582,7 @@ def _nearest(problem: Problem, candidate: Candidate, how: str, ways: Sequence[st
     )
 
 
-def shared(problem: Problem, chunks: Chunks = None) -> tuple[tuple[int, ...], Candidate]:
+def search_shared(problem: Problem, chunks: Chunks = None) -> tuple[tuple[int, ...], Candidate]:
     """The order of the devices and the best candidate under 1F1B in which devices of one kind share
     stages.
 
@@ -630,7 +632,7 @@ def _layouts(problem: Problem, m: int) -> Iterator[tuple[tuple[int, ...], Balanc
     run, sent = chain.runs(at, False), chain.tensors["inputs"][[*at[:-1]], None]
     rate = min(map(min, problem.machine.bandwidth))
     one, trained = torch.ones_like(run.forward), doubles(problem.trained(0, end) for end in at)
-    held = [chain.held(run, one, one, mode).most(1) for mode in problem.modes[:2]]
+    held = [chain.needs(run, one, one, mode).peak(1) for mode in problem.modes[:2]]
     work = (run.forward + run.backward).masked_fill(torch.stack(held).amin(0) > limit, math.inf)
     exchange = 2 * (trained - trained[:-1, None]) / rate
 
@@ -646,7 +648,7 @@ def _layouts(problem: Problem, m: int) -> Iterator[tuple[tuple[int, ...], Balanc
     yield from found
 
 
-def variants(
+def search_schedules(
     problem: Problem, found: Sequence[Candidate], names: Iterable[str],
     sizes: Sequence[tuple[int, int]], work: int = _SHORT, stages: int | None = None,
 ) -> list[Candidate]:  # fmt: skip
@@ -664,9 +666,7 @@ def variants(
             fitting = sorted((one for one in best.values() if one.excess <= 1), key=_rank)
             starts = [one for one in [*found[:1], *fitting[:2]] if stages in (None, one.shape.n)]
             small = all(one.shape.m * one.shape.n * 50 <= work for one in starts)
-            candidates = [
-                one for start in starts if small for one in _made_to_measure(problem, start)
-            ]
+            candidates = [one for start in starts if small for one in _custom_made(problem, start)]
         for p, m in sizes if name != AUTO else ():
             line = tuple(range(p))
             places = {_LINE: [line], _V: [line + line[::-1]], _ROUNDS: [line * 2, line * 3]}
@@ -678,7 +678,7 @@ def variants(
                 rounds = round_sizes(m, p) if name.startswith("interleaved") else []
                 made = [make(m, device_of, size=size) for size in rounds] or [make(m, device_of)]
                 for shape in map(ScheduleShape, made):
-                    cuts = dict.fromkeys(_starts(problem, shape, found))
+                    cuts = dict.fromkeys(_initial_cuts(problem, shape, found))
                     own = (problem.evaluate(shape, balance) for balance in cuts)
                     candidates.append(min(filter(None, own), key=_rank))
         if name != AUTO:
@@ -689,7 +689,7 @@ def variants(
     return [best[name] for name in names if name in best]
 
 
-def _sizes(
+def _sizes_to_try(
     problem: Problem, found: Sequence[Candidate], chunks: Chunks, stages: int | None
 ) -> list[tuple[int, int]]:
     """The numbers of devices and micro-batches to try, near those in ``found``."""
@@ -705,7 +705,7 @@ def _sizes(
     return [*product(few, sorted(counts))]
 
 
-def _starts(
+def _initial_cuts(
     problem: Problem, shape: ScheduleShape, found: Sequence[Candidate]
 ) -> Iterator[Balance]:
     """The initial cuts: of even time, of even memory, and those of ``found`` for as many
@@ -723,7 +723,7 @@ def _starts(
             yield tuple(b - a for a, b in pairwise([0, *ends]))
 
 
-def _made_to_measure(problem: Problem, start: Candidate) -> Iterator[Candidate]:
+def _custom_made(problem: Problem, start: Candidate) -> Iterator[Candidate]:
     """The candidates that fit for a cut: with its own schedule, and with one made to measure."""
     shape = start.shape
     made = [replace(shape.schedule, name=AUTO)]
@@ -764,7 +764,7 @@ def _least_share(problem: Problem, m: int, n: int) -> tuple[float, Balance]:
     def needs(first: bool, speed: float) -> Tensor:
         run = chain.runs(at, first)
         one, taken = torch.ones_like(run.forward), machine.host * run.forward / speed
-        held = [chain.held(run, one, one, mode, taken).most(1) for mode in problem.modes]
+        held = [chain.needs(run, one, one, mode, taken).peak(1) for mode in problem.modes]
         return torch.stack(held).amin(0).expand(len(at) - 1, -1)
 
     def share(k: int, _: int) -> Tensor:
@@ -816,4 +816,4 @@ def shortage(problem: Problem, *, chunks: Chunks = None, stages: int | None = No
     ways += [f"batch_size={k * step}"] * (k > 0)
     ways.append("a smaller param_scale (an optimizer with less state)")
     ways += ["the devices in another order"] * (not machine.uniform)
-    return _nearest(problem, candidate, "", ways)
+    return _no_fit_message(problem, candidate, "", ways)
