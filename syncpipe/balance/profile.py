@@ -17,7 +17,7 @@ from pathlib import Path
 from statistics import linear_regression
 from typing import Any, TypeVar
 
-from syncpipe.words import columns, count, in_bytes
+from syncpipe.format import columns, count, in_bytes
 
 __all__ = ["LayerProfile", "Profile", "SkipProfile", "interpolate"]
 

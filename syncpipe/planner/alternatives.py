@@ -9,10 +9,10 @@ from itertools import pairwise
 from typing import Any
 
 from syncpipe.balance import balance_cost
+from syncpipe.format import count, duration, in_bytes
 from syncpipe.planner.candidates import Candidate, Problem, ScheduleShape
 from syncpipe.planner.search import TITLES, search, search_schedules, search_shared
 from syncpipe.schedules import gpipe
-from syncpipe.words import count, duration, in_bytes
 
 __all__ = ["Alternative", "alternatives_of", "other_schedules"]
 

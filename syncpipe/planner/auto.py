@@ -23,6 +23,7 @@ from syncpipe.balance.measure import resized, samples_in
 from syncpipe.balance.profile import Profile
 from syncpipe.checkpoints import reader
 from syncpipe.data import tensors_in
+from syncpipe.format import count, in_bytes
 from syncpipe.layers.conversion.sequential import sequential
 from syncpipe.layers.conversion.signature import call_input
 from syncpipe.layers.listing import or_as_before
@@ -33,7 +34,6 @@ from syncpipe.planner.machine import bytes_on, levels, machine_of, real_devices
 from syncpipe.planner.page import limited_by
 from syncpipe.planner.planning import NoPlan, Plan, layers_of, plan, speeds_of
 from syncpipe.state import restoring_module
-from syncpipe.words import count, in_bytes
 
 __all__ = ["auto"]
 

@@ -13,11 +13,11 @@ from pathlib import Path
 from string import Template
 from typing import Any
 
+from syncpipe.format import columns, count, duration, in_bytes
 from syncpipe.planner.alternatives import Alternative
 from syncpipe.planner.candidates import ADAM
 from syncpipe.planner.chain import chunk_counts, sizes_of
 from syncpipe.planner.search import AUTO, TITLES
-from syncpipe.words import columns, count, duration, in_bytes
 
 __all__ = ["limited_by", "save", "text"]
 

@@ -33,6 +33,7 @@ import torch
 from torch import Tensor
 
 from syncpipe.balance import balance_cost
+from syncpipe.format import in_bytes
 from syncpipe.options import consecutive
 from syncpipe.planner.candidates import Candidate, Problem, ScheduleShape, one_f_one_b_shape
 from syncpipe.planner.chain import Mode, chunk_counts, doubles, ends_of, sizes_of
@@ -40,7 +41,6 @@ from syncpipe.planner.machine import Machine
 from syncpipe.planner.replicas import least_largest
 from syncpipe.schedules import SCHEDULES, auto, one_f_one_b
 from syncpipe.schedules.named import round_sizes
-from syncpipe.words import in_bytes
 
 __all__ = [
     "ANY", "AUTO", "LAYOUTS", "TITLES", "NoPlan", "check_schedule", "choose", "search",

@@ -20,9 +20,9 @@ from pathlib import Path
 from statistics import fmean, median
 from typing import TYPE_CHECKING, Any
 
+from syncpipe.format import SECONDS, columns, duration, three_digits, time_unit
 from syncpipe.schedules.player import Costs, Simulation, Span, lanes
 from syncpipe.schedules.schedule import KINDS
-from syncpipe.words import SECONDS, columns, duration, handy, three_digits
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -166,7 +166,7 @@ class Timeline:
     def table(self) -> str:
         """A line for each row and one for all: busy, idle and host time, durations by kind."""
         spans, n = self.spans, len(self.rows)
-        factor, unit = handy(self.unit, median([span.duration for span in spans] or [0.0]))
+        factor, unit = time_unit(self.unit, median([span.duration for span in spans] or [0.0]))
         kinds = [kind for kind in _KINDS if any(span.kind == kind for span in spans)]
         busy, idle = [*self.busy, math.fsum(self.busy)], [*self.idle, self.bubble]
         host = [*self.host, _host_time(spans)]
@@ -263,7 +263,7 @@ def _panels(timelines: Mapping[str, Timeline], scale: bool = False) -> tuple[Any
             f'a picture needs matplotlib: pip install "syncpipe[plot]" ({error})'
         ) from error
     longest = max(timelines.values(), key=lambda timeline: timeline.makespan)
-    factor, unit = handy(longest.unit, longest.makespan)
+    factor, unit = time_unit(longest.unit, longest.makespan)
     panels = []
     for title, timeline in timelines.items():
         # A single timeline keeps its times, several start at 0.

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from syncpipe.balance import LayerProfile, Profile, SkipProfile
 from syncpipe.balance.profile import interpolate
 from syncpipe.commands.main import main
-from syncpipe.words import in_bytes
+from syncpipe.format import in_bytes
 
 ENTRY = {
     "name": "conv", "forward_ms": 2.5, "backward_ms": 5, "activation_bytes": 1000,

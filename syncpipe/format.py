@@ -5,14 +5,14 @@ from __future__ import annotations
 import math
 from collections.abc import Container, Sequence
 
-__all__ = ["SECONDS", "columns", "count", "duration", "handy", "in_bytes", "three_digits"]
+__all__ = ["SECONDS", "columns", "count", "duration", "in_bytes", "three_digits", "time_unit"]
 
 #: Units of time in seconds, the longest first, and units of memory, the smallest first.
 SECONDS = {"s": 1.0, "ms": 1e-3, "us": 1e-6}
 _BYTES = ("B", "kB", "MB", "GB", "TB")
 
 
-def handy(unit: str, time: float) -> tuple[float, str]:
+def time_unit(unit: str, time: float) -> tuple[float, str]:
     """A factor and a unit that turn this time into a number of 1 or more, where one does."""
     if unit not in SECONDS or not time:
         return 1.0, unit
@@ -28,8 +28,8 @@ def three_digits(value: float) -> str:
 
 def duration(time: float, unit: str = "s") -> str:
     """A time with three digits and a unit that fits, for example 12.3 ms."""
-    factor, handy_unit = handy(unit, time)
-    return f"{three_digits(time * factor)} {handy_unit}"
+    factor, fitting = time_unit(unit, time)
+    return f"{three_digits(time * factor)} {fitting}"
 
 
 def in_bytes(number: float, *, up: bool = False) -> str:
