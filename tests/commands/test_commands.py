@@ -218,7 +218,7 @@ def test_a_plan_of_any_kind_is_printed_saved_and_drawn(
         *((name, [], f"{name!r} is not a package.module:factory")
           for name in (":nothing", ".tests:factory", "no.such.module:factory")),
         ("broken_pair", [],
-         "own (in layer '0' (Do), profiled with a micro-batch of 2 samples; sizes=[2, 4, 8] were"),
+         "own (in layer '0' (Do), profiled with a micro-batch of 2 samples; sizes=[2, 4, 8] are"),
         ("factory", [], "--sample is missing"),
         *(("factory", ["--sample", "8x3", option, value], message)
           for option, value, message in (
