@@ -101,8 +101,8 @@ class _Execution:
 
     def __init__(self, engine: Engine, steps: Steps, bind: Bind) -> None:
         self.steps, self.running = steps, (*RUNNING.get(), weakref.ref(engine))
-        self.runs = {what: bind(*what) for what in steps.kinds}
-        self.inboxes = [_Inbox() for _ in steps.of]
+        self.runs = {key: bind(*key) for key in steps.keys}
+        self.inboxes = [_Inbox() for _ in steps.rows]
         self.failures: list[tuple[tuple[bool, int, int], BaseException]] = []
         self.cancelled = threading.Event()
 
@@ -125,13 +125,13 @@ class _Execution:
             if device.type not in ("cpu", "meta"):
                 torch.accelerator.set_device_index(device.index)
             with state.applied():
-                for step in self.steps.of[w]:
+                for step in self.steps.rows[w]:
                     if is_over():
                         raise _Cancelled
-                    what, i, needs, sends, to = step
+                    key, i, needs, sends, to = step
                     received = [take(needs)]
                     # The task gets the only reference to the received values.
-                    made = [self.runs[what](i, received.pop())]
+                    made = [self.runs[key](i, received.pop())]
                     for receiver, number, value in zip(to, sends, made.pop(), strict=True):
                         self.inboxes[receiver].put((number, value))
                         del value  # the receiver owns it
@@ -145,8 +145,8 @@ class _Execution:
         runs = self.runs
         values: dict[int, Any] = {}
         take, put = values.pop, values.__setitem__
-        for what, i, needs, sends, _ in self.steps.serial:
-            list(map(put, sends, runs[what](i, list(map(take, needs)))))  # no name holds a value
+        for key, i, needs, sends, _ in self.steps.serial:
+            list(map(put, sends, runs[key](i, list(map(take, needs)))))  # no name holds a value
 
 
 class Engine:
@@ -165,7 +165,7 @@ class Engine:
         Raises the exception of an action; of several, the first by ``Action.rank``.
         """
         execution = _Execution(self, steps, bind)
-        if inline or len(steps.of) == 1 or sys.is_finalizing():  # threads do not run at exit
+        if inline or len(steps.rows) == 1 or sys.is_finalizing():  # threads do not run at exit
             # A context of its own drops all variables that are set in it, even after Ctrl-C.
             state.context.copy().run(backward_here, execution.run_here)
             return

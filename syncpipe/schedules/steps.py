@@ -37,7 +37,7 @@ class Edge(NamedTuple):
 class Step(NamedTuple):
     """An action, ready to be bound and run; messages are identified by numbers."""
 
-    what: tuple[Kind, int]  # the key of its bound function: kind, and index of the replica
+    key: tuple[Kind, int]  # the key of its bound function: kind, and index of the replica
     i: int
     needs: tuple[int, ...]  # messages that it waits for, in the order of its arguments
     sends: tuple[int, ...]  # messages that it returns, in this order
@@ -45,7 +45,7 @@ class Step(NamedTuple):
 
     @property
     def action(self) -> Action:
-        kind, j = self.what
+        kind, j = self.key
         return Action(kind, self.i, j)
 
 
@@ -53,22 +53,22 @@ class Step(NamedTuple):
 class Steps:
     """A compiled program: for each worker its steps in order."""
 
-    of: tuple[tuple[Step, ...], ...]
+    rows: tuple[tuple[Step, ...], ...]
 
     @cached_property
-    def kinds(self) -> tuple[tuple[Kind, int], ...]:
+    def keys(self) -> tuple[tuple[Kind, int], ...]:
         """The keys of all functions to bind."""
-        return tuple({step.what: None for steps in self.of for step in steps})
+        return tuple({step.key: None for steps in self.rows for step in steps})
 
     def backwards(self, j: int) -> list[int]:
         """The micro-batches of a replica in the order of their backwards."""
-        steps = (step for row in self.of for step in row if step.what[1] == j)
-        return [step.i for step in steps if KINDS[step.what[0]].sends == "gradient"]
+        steps = (step for row in self.rows for step in row if step.key[1] == j)
+        return [step.i for step in steps if KINDS[step.key[0]].sends == "gradient"]
 
     @cached_property
     def serial(self) -> tuple[Step, ...]:
         """An order in which one thread can run all steps."""
-        return self.of[0] if len(self.of) == 1 else tuple(in_serial_order(self.of))
+        return self.rows[0] if len(self.rows) == 1 else tuple(in_serial_order(self.rows))
 
 
 def in_serial_order(rows: Iterable[Iterable[Step]]) -> Iterator[Step]:
@@ -106,7 +106,7 @@ def forward_steps(edges: tuple[Edge, ...], m: int, worker_of: Devices) -> Steps:
     A single worker takes each micro-batch through all stages before the next one.
     """
     steps = training_steps(edges, gpipe(m, worker_of), (0,) * len(worker_of))
-    return Steps(tuple([tuple([s for s in row if s.what[0] == "forward"]) for row in steps.of]))
+    return Steps(tuple([tuple([s for s in row if s.key[0] == "forward"]) for row in steps.rows]))
 
 
 @lru_cache(maxsize=128)
@@ -161,7 +161,7 @@ def step_maker(
             sums = [2 * m * size + index for index in indices[j][:m]]
             needs, sends = ([], [sums[i]]) if i else (sums[1:], [])
             workers = [worker_of(0, j)] * len(sends)
-        what = kind, indices[j][i % len(indices[j])]
-        return Step(what, i, tuple(needs), tuple(sends), tuple(workers))
+        key = kind, indices[j][i % len(indices[j])]
+        return Step(key, i, tuple(needs), tuple(sends), tuple(workers))
 
     return step

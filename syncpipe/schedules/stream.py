@@ -96,18 +96,18 @@ class StreamSteps:
             return worker_of[indices[j][i % len(indices[j])]]
 
         self._step = step_maker(edges, worker, indices)
-        self.of: tuple[Iterable[Step], ...] = (self.serial,)
+        self.rows: tuple[Iterable[Step], ...] = (self.serial,)
         if max(worker_of) > 0:
-            rows = dict(zip(worker_of, self._rows(), strict=True))
-            self.of = tuple([rows[w] for w in range(len(rows))])
-        self.kinds = tuple(product(_KINDS, range(len(worker_of))))
+            rows = dict(zip(worker_of, self._make_rows(), strict=True))
+            self.rows = tuple([rows[w] for w in range(len(rows))])
+        self.keys = tuple(product(_KINDS, range(len(worker_of))))
 
     @property
     def serial(self) -> Iterator[Step]:
         """An order in which one thread can run all steps."""
-        return in_serial_order(self._rows())
+        return in_serial_order(self._make_rows())
 
-    def _rows(self) -> list[Iterator[Step]]:
+    def _make_rows(self) -> list[Iterator[Step]]:
         places = {own[k]: (j, k) for j, own in enumerate(self._indices) for k in range(len(own))}
         return [self._row(*places[index]) for index in range(len(places))]
 

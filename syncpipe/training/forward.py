@@ -372,4 +372,4 @@ def _backward_steps(
 ) -> Steps:
     """The backward half of the "gpipe" program."""
     steps = training_steps(edges, build("gpipe", m, placement), rematerialized, returns=returns)
-    return Steps(tuple([tuple([s for s in row if s.what[0] != "forward"]) for row in steps.of]))
+    return Steps(tuple([tuple([s for s in row if s.key[0] != "forward"]) for row in steps.rows]))

@@ -34,11 +34,11 @@ def test_the_steps_are_those_of_1f1b_with_updates(n, m, chunks, count, skips):
     schedule = one_f_one_b(m, n, slots="textbook")
     expected = training_steps(tuple(edges), schedule, (count,) * n)
     steps = StreamSteps(edges, alone(n), range(n), (count,) * n, Extent(m), chunks)
-    for found, row in zip(steps.of, expected.of, strict=True):
+    for found, row in zip(steps.rows, expected.rows, strict=True):
         found = list(found)
-        assert [step for step in found if step.what[0] != "update"] == list(row)
-        after = [a for a, b in pairwise(found) if b.what[0] == "update"]
-        assert [(a.what[0], a.i) for a in after] == [
+        assert [step for step in found if step.key[0] != "update"] == list(row)
+        after = [a for a, b in pairwise(found) if b.key[0] == "update"]
+        assert [(a.key[0], a.i) for a in after] == [
             ("backward", i) for i in range(chunks - 1, m, chunks)
         ]
 
@@ -52,26 +52,26 @@ def test_round_robin_never_stops_however_many_replicas_there_are(replicas, m):
         total += r - 1
     extent = Extent(replicas=max(replicas))
     program = StreamSteps(edges_of(n, [(0, 2)]), numbers, range(total), (0,) * total, extent)
-    done, there, rows = [], set(), list(map(iter, program.of))
+    done, there, rows = [], set(), list(map(iter, program.rows))
     heads = [next(row, None) for row in rows]
     while any(heads):
         ready = [w for w, head in enumerate(heads) if head and there.issuperset(head.needs)]
         step = heads[w := ready[-1]]
-        if step.what[0] == "forward" and step.what[1] in numbers[0] and step.i >= m:
+        if step.key[0] == "forward" and step.key[1] in numbers[0] and step.i >= m:
             extent.end(m)
         there -= set(step.needs)
         there |= set(step.sends)
         done.append(step)
         heads[w] = next(rows[w], None)
-    empty = {number for s in done if s.what[0] == "forward" and s.i >= m for number in s.sends}
+    empty = {number for s in done if s.key[0] == "forward" and s.i >= m for number in s.sends}
     assert there <= empty
     for j, own in enumerate(numbers):
-        back = [s.i for s in done if s.what[0] == "backward" and s.what[1] in own]
+        back = [s.i for s in done if s.key[0] == "backward" and s.key[1] in own]
         assert sorted(back) == list(range(m))
-        updates = [s.i for s in done if s.what == ("update", j)]
+        updates = [s.i for s in done if s.key == ("update", j)]
         assert updates == list(range(0, m, len(own)))
         if max(replicas) == 1:  # one empty cell goes forward on each stage
-            assert [s.i for s in done if s.what == ("forward", j)] == list(range(m + 1))
+            assert [s.i for s in done if s.key == ("forward", j)] == list(range(m + 1))
 
 
 @given(n=st.integers(1, 5), m=st.integers(1, 40))
