@@ -239,7 +239,9 @@ def attributes_of(thing: Any) -> dict[str, Any]:
 
 
 def hidden_tensor(
-    thing: Any, is_meant: Callable[[Tensor], bool] | None = None, depth: int = 3
+    thing: Any,
+    is_meant: Callable[[Tensor], bool] = lambda t: t.dim() > 0 and not isinstance(t, nn.Parameter),
+    depth: int = 3,
 ) -> str | None:
     """The path, as Python attributes, of a tensor inside an object; None without one.
 
@@ -258,15 +260,11 @@ def hidden_tensor(
             found: str | None = ""
             if not isinstance(leaf, Tensor):
                 found = hidden_tensor(leaf, is_meant, depth - 1)
-            elif not (is_meant or _may_be_cut)(leaf):
+            elif not is_meant(leaf):
                 continue
             if found is not None:
                 return leaf_names(f".{name}", value)[k] + found
     return None
-
-
-def _may_be_cut(tensor: Tensor) -> bool:
-    return tensor.dim() > 0 and not isinstance(tensor, nn.Parameter)
 
 
 # --- micro-batches -------------------------------------------------------------------------------

@@ -73,11 +73,6 @@ def schedule_over(
     return schedule
 
 
-def may_weigh(loss: Loss) -> bool:
-    """Whether a loss function may return a weight, by which the step divides gradients."""
-    return loss.weigh is None and not loss.exact and loss.reduction == "mean"
-
-
 def _schedule_arguments(
     stages: list[Any], needed: str, m: int, loss: Loss | None
 ) -> tuple[Any, ...]:

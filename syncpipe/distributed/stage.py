@@ -33,7 +33,7 @@ from syncpipe.balance.balances import balance_named
 from syncpipe.data import by_name, clones, described, flatten, map_tensors, tensors_in, unwrapped
 from syncpipe.distributed.peers import Peers, checked_number, given_group
 from syncpipe.distributed.private import PyTorchStage, check_pipelining, timeout_of
-from syncpipe.distributed.schedules import may_weigh, schedule_over
+from syncpipe.distributed.schedules import schedule_over
 from syncpipe.hints import caller_stacklevel
 from syncpipe.layers.conversion.layer import ModelNames
 from syncpipe.layers.conversion.signature import batch_input
@@ -448,7 +448,9 @@ class Stages(ModelNames):
                 group = given_group(group, "data_parallel")
             made.append(schedule_over(self, name, checked_chunks(chunks), loss, group, verify))
             alike = {"schedules": name, "chunks": chunks, "loss_fn (or None)": loss is not None}
-            return alike, loss is not None and may_weigh(loss)
+            # Such a loss may return a weight, by which the step divides gradients.
+            weighs = loss and loss.weigh is None and not loss.exact and loss.reduction == "mean"
+            return alike, bool(weighs)
 
         rows = self._require_peers("schedule").agree(make)
         made[0].weighs = rows[self._rank_of[-1]]
