@@ -91,7 +91,7 @@ def _batch(inputs: Mapping[str, Any]) -> int:
     return next(len(v) for v in inputs.values() if isinstance(v, Tensor) and v.dim())
 
 
-class _Called(Exception):
+class _ModelCall(Exception):
     """Raised by the model's ``forward`` to report its arguments."""
 
     def __init__(self, inputs: dict[str, Any]) -> None:
@@ -115,7 +115,7 @@ class PipedForward:
         self._before = vars(model).get("forward")
         self._signature = inspect.signature(self.own)
         self.pipe: Pipe | None = None
-        self._catches = False
+        self._intercepts = False
         self._install()
 
     def _install(self) -> None:
@@ -152,11 +152,11 @@ class PipedForward:
             name for name, v in outputs.items() if isinstance(v, Tensor) and v.dim() == 0
         ]
         if "loss" in self._numbers and few.get("num_items_in_batch") is not None:
-            loss_model.sums = _is_halved(
+            loss_model.sums = _is_half(
                 self.model,
                 lambda: (self.own(**{**few, "num_items_in_batch": n})["loss"] for n in (1, 2)),
             )
-        self._sample = {name: _constant(value) for name, value in sample.items()}
+        self._sample = {name: _invariant(value) for name, value in sample.items()}
         self._adapters = _adapters(self.model)
 
     def use(self, pipe: Pipe) -> None:
@@ -166,7 +166,7 @@ class PipedForward:
         self.pipe = pipe
 
     @contextmanager
-    def away(self) -> Iterator[None]:
+    def removed(self) -> Iterator[None]:
         """Context in which the model has its own ``forward``."""
         self.remove()
         try:
@@ -175,24 +175,24 @@ class PipedForward:
             self._install()
 
     @contextmanager
-    def catching(self) -> Iterator[None]:
+    def intercepting(self) -> Iterator[None]:
         """Context in which a call of the model raises :class:`_Called`."""
-        self._catches = True
+        self._intercepts = True
         try:
             yield
         finally:
-            self._catches = False
+            self._intercepts = False
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if (given := _OUTPUTS.get()) is not None and given[0] is self.model:
             return given[1]
-        if self._catches:
-            raise _Called(_named(self._signature, args, kwargs))
+        if self._intercepts:
+            raise _ModelCall(_named(self._signature, args, kwargs))
         if self.pipe is None:
             return self.own(*args, **kwargs)
         inputs = _named(self._signature, args, kwargs)
         if not torch.is_grad_enabled() and self._difference(inputs):
-            with self._placed():
+            with self._moving_inputs():
                 return self.own(*args, **kwargs)
         outputs = self.pipe(**self.ready(inputs))
         return _moved(self.outputs(outputs, inputs), tensors_in(inputs)[0].device)
@@ -202,7 +202,7 @@ class PipedForward:
         for name in sorted(self._sample.keys() ^ inputs.keys()):
             return f"{name!r} was {'not ' if name in inputs else ''}given then"
         for name, then in self._sample.items():
-            if (now := _constant(inputs[name])) is not then and now != then:
+            if (now := _invariant(inputs[name])) is not then and now != then:
                 return f"{name!r} is {_shown(now)}, and was {_shown(then)}"
         return "other adapters are active" if _adapters(self.model) != self._adapters else ""
 
@@ -232,11 +232,11 @@ class PipedForward:
         return self._kind(**found)
 
     @contextmanager
-    def _placed(self) -> Iterator[None]:
+    def _moving_inputs(self) -> Iterator[None]:
         """Context in which calls of modules on other devices move their inputs there and back."""
         handles = []
-        for module, device in _homes(self.model):
-            visit = _Visit(device)
+        for module, device in _placements(self.model):
+            visit = _MoveHooks(device)
             handles.append(module.register_forward_pre_hook(visit.before, with_kwargs=True))
             handles.append(module.register_forward_hook(visit.after))
         try:
@@ -246,19 +246,19 @@ class PipedForward:
                 handle.remove()
 
 
-class _Visit:
+class _MoveHooks:
     """Hooks that move the inputs of a module to its device, and its outputs back."""
 
     def __init__(self, device: torch.device) -> None:
-        self._device, self._homes = device, list[torch.device]()
+        self._device, self._placements = device, list[torch.device]()
 
     def before(self, _: nn.Module, args: Any, kwargs: Any) -> Any:
         tensors = tensors_in((args, kwargs))
-        self._homes.append(tensors[0].device if tensors else self._device)
+        self._placements.append(tensors[0].device if tensors else self._device)
         return _moved((args, kwargs), self._device)
 
     def after(self, _: nn.Module, args: Any, outputs: Any) -> Any:
-        return _moved(outputs, self._homes.pop())
+        return _moved(outputs, self._placements.pop())
 
 
 def _moved(tree: _Tree, device: torch.device) -> _Tree:
@@ -273,7 +273,7 @@ def _named(
     return {**dict(zip(names, args, strict=True)), **kwargs}
 
 
-def _constant(value: Any) -> Any:
+def _invariant(value: Any) -> Any:
     """The part of an argument that must equal the sample's: any tensor is ``Tensor``."""
     return Tensor if isinstance(value, Tensor) else value
 
@@ -291,7 +291,7 @@ def _adapters(model: Any) -> list[Any]:
     ]
 
 
-def _homes(model: nn.Module) -> Iterator[tuple[nn.Module, torch.device]]:
+def _placements(model: nn.Module) -> Iterator[tuple[nn.Module, torch.device]]:
     """The largest modules on one device each; none if all of the model is on one device."""
     devices = {tensor.device for tensor in [*model.parameters(), *model.buffers()]}
     if len(devices) < 2:
@@ -306,7 +306,7 @@ def _homes(model: nn.Module) -> Iterator[tuple[nn.Module, torch.device]]:
             pending += module.children()
 
 
-def _few(sample: Mapping[str, Any], device: torch.device) -> dict[str, Any]:
+def _few_rows(sample: Mapping[str, Any], device: torch.device) -> dict[str, Any]:
     """A few samples of a call; their number differs from all other sizes of its tensors."""
     batch, tensors = _batch(sample), tensors_in(sample)
     taken = {size for tensor in tensors for size in tensor.shape[1:]}
@@ -322,7 +322,7 @@ def _is_cut(value: Any, batch: int) -> bool:
     return isinstance(value, Tensor) and value.dim() > 0 and len(value) == batch
 
 
-def _is_halved(model: nn.Module, losses: Callable[[], Iterator[Tensor]]) -> bool:
+def _is_half(model: nn.Module, losses: Callable[[], Iterator[Tensor]]) -> bool:
     """Whether, in evaluation, the second of two losses is half of the first."""
 
     def run() -> bool:
@@ -335,7 +335,7 @@ def _is_halved(model: nn.Module, losses: Callable[[], Iterator[Tensor]]) -> bool
 
 
 @contextmanager
-def _same_random_numbers() -> Iterator[None]:
+def _kept_generators() -> Iterator[None]:
     """Context that restores the generators of the host: fetching a sample draws from them."""
     numpy = sys.modules.get("numpy")
     torch_state, python_state = torch.get_rng_state(), random.getstate()
@@ -369,7 +369,7 @@ class _Pipelined:
                 "pipe=lambda layers: Pipe(layers, balance, chunks=8), or of those of a LossModel"
             )
         self.pipe: Pipe | None = None
-        self._given, self._pipe_kwargs = pipe, dict(pipe_kwargs or {})
+        self._pipe_option, self._pipe_kwargs = pipe, dict(pipe_kwargs or {})
         self._forward: PipedForward | None = None
         super().__init__(*args, **kwargs)
 
@@ -435,8 +435,8 @@ class _Pipelined:
             model.gradient_checkpointing_disable()  # the pipe recomputes
         forward = PipedForward(model)
         try:
-            with _same_random_numbers():
-                pipe = self._piped(forward, inputs)
+            with _kept_generators():
+                pipe = self._make_pipes(forward, inputs)
         except BaseException:
             forward.remove()
             raise
@@ -445,13 +445,13 @@ class _Pipelined:
         forward.use(pipe)
         self.pipe, self._forward = pipe, forward
 
-    def _piped(self: Any, forward: PipedForward, inputs: Any) -> Pipe:
+    def _make_pipes(self: Any, forward: PipedForward, inputs: Any) -> Pipe:
         """Make the pipe of the model, and of the reference model if there is one."""
         model, size = self.model, self.args.per_device_train_batch_size
         loss_model = LossModel(model, shifts=self._loss_shifts_labels)
         batches = [inputs] if self.train_dataset is None else self.get_train_dataloader()
         found, count = self.get_batch_samples(iter(batches), 1, self.args.device)
-        sample = self._called_with(forward, self._prepare_inputs(found[0]), count)
+        sample = self._model_inputs(forward, self._prepare_inputs(found[0]), count)
         if size > 1 and self.train_dataset is not None and _batch(sample) == 1:
             raise ValueError(
                 f"per_device_train_batch_size={size}, and a batch has one row ({_shapes(sample)}): "
@@ -460,43 +460,43 @@ class _Pipelined:
                 "('wrapped')"
             )
         home = next(model.parameters()).device
-        few = _few(sample, home)
+        few = _few_rows(sample, home)
         forward.learn(sample, few, loss_model)
-        self._is_sum = self._sums(_few(found[0], home), count)
-        pipe = self._given
+        self._is_sum = self._loss_is_sum(_few_rows(found[0], home), count)
+        pipe = self._pipe_option
         if not isinstance(pipe, Pipe):
-            with forward.away():
-                pipe = self._made(loss_model, few, size)
+            with forward.removed():
+                pipe = self._make_pipe(loss_model, few, size)
         assert isinstance(pipe, Pipe)
-        reference = self._reference(pipe, few, sample)
+        reference = self._reference_pipe(pipe, few, sample)
         for each in [pipe] if reference is None else [pipe, reference]:
             if self._compiles is not None:
                 each.compile(**{k: v for k, v in self._compiles.items() if v is not None})
         return pipe
 
-    def _made(self: Any, loss_model: LossModel, few: dict[str, Any], size: int) -> Pipe:
-        if self._given is not None:
-            made = self._given(sequential(loss_model, **few))
+    def _make_pipe(self: Any, loss_model: LossModel, few: dict[str, Any], size: int) -> Pipe:
+        if self._pipe_option is not None:
+            made = self._pipe_option(sequential(loss_model, **few))
             if not isinstance(made, Pipe):
                 raise TypeError(f"pipe= returned a {type(made).__name__}, and not a Pipe")
             return made
-        options = {"batch_size": size, "optimizer": self._planned_optimizer()}
+        options = {"batch_size": size, "optimizer": self._optimizer()}
         return Pipe.auto(loss_model, **few, **{**options, **self._pipe_kwargs})
 
-    def _called_with(self: Any, forward: PipedForward, inputs: Any, count: Any) -> dict[str, Any]:
+    def _model_inputs(self: Any, forward: PipedForward, inputs: Any, count: Any) -> dict[str, Any]:
         """The arguments with which ``compute_loss`` calls the model for these inputs."""
         was = self.model.training
         self.model.train()
         try:
-            with forward.catching():
+            with forward.intercepting():
                 self.compute_loss(self.model, dict(inputs), num_items_in_batch=count)
-        except _Called as called:
+        except _ModelCall as called:
             return called.inputs
         finally:
             self.model.train(was)
         raise TypeError(f"{type(self).__name__}.compute_loss does not call the model")
 
-    def _sums(self: Any, few: dict[str, Any], count: Any) -> bool:
+    def _loss_is_sum(self: Any, few: dict[str, Any], count: Any) -> bool:
         """Whether the loss is a sum divided by ``num_items_in_batch``, instead of a mean."""
         if count is None or not self._has_plain_loss:
             return False
@@ -507,9 +507,9 @@ class _Pipelined:
                     self.model, dict(few), num_items_in_batch=torch.full_like(count, n)
                 )
 
-        return _is_halved(self.model, losses)
+        return _is_half(self.model, losses)
 
-    def _planned_optimizer(self: Any) -> Any:
+    def _optimizer(self: Any) -> Any:
         """The function that makes the optimizer, for planning its memory."""
         if self.optimizer is not None:
             made = getattr(
@@ -521,7 +521,7 @@ class _Pipelined:
         is_plain = isinstance(kind, type) and issubclass(kind, torch.optim.Optimizer)
         return partial(kind, **options) if is_plain else torch.optim.AdamW
 
-    def _reference(self: Any, pipe: Pipe, few: Any, sample: Any) -> Pipe | None:
+    def _reference_pipe(self: Any, pipe: Pipe, few: Any, sample: Any) -> Pipe | None:
         """A pipe of the reference model (of DPO) on the same devices, if there is one."""
         model = getattr(self, "ref_model", None)
         if not isinstance(model, nn.Module):
@@ -532,7 +532,7 @@ class _Pipelined:
             for each in (few, sample)
         ]
         forward.learn(sample, few, loss_model)
-        with forward.away():
+        with forward.removed():
             layers = sequential(loss_model, **few)
         same = len(layers) == sum(pipe.balance)
         balance: Any = list(pipe.balance) if same else "parameters"
@@ -546,7 +546,7 @@ class _Pipelined:
         if hasattr(self.optimizer, "train"):  # a schedule-free optimizer
             self.optimizer.train()
         forward, pipe = self._forward, self.pipe
-        call = self._called_with(forward, inputs, count)
+        call = self._model_inputs(forward, inputs, count)
         batch = _batch(call)
 
         def loss_fn(output: Any, piece: Any) -> Any:
@@ -559,7 +559,7 @@ class _Pipelined:
 
         weights = None
         if not self._is_sum:
-            pieces = scatter(_marked(dict(inputs), batch), pipe.chunks)
+            pieces = scatter(_mark_uncut(dict(inputs), batch), pipe.chunks)
             weights = [float(_weight(piece, self._loss_shifts_labels)) for piece in pieces]
         scaled = self.loss_is_scaled_for_ga
         if scaled is None:
@@ -568,7 +568,7 @@ class _Pipelined:
         steps = 1 if scaled else self.current_gradient_accumulation_steps
         with self.compute_loss_context_manager(), self.accelerator.autocast():
             loss = pipe.train_batch(
-                forward.ready(call), _marked((dict(inputs), call), batch), loss_fn=loss_fn,
+                forward.ready(call), _mark_uncut((dict(inputs), call), batch), loss_fn=loss_fn,
                 loss_reduction="sum" if self._is_sum else None, weight=weights, verify=False,
                 accumulate=steps, grad_scaler=self.accelerator.scaler,
             )  # fmt: skip
@@ -576,7 +576,7 @@ class _Pipelined:
         return found
 
 
-def _marked(tree: _Tree, batch: int) -> _Tree:
+def _mark_uncut(tree: _Tree, batch: int) -> _Tree:
     """A tree with tensors that are not cut in ``NoChunk``."""
     mark: Any = lambda tensors: [t if _is_cut(t, batch) else NoChunk(t) for t in tensors]  # noqa: E731
     marked: _Tree = map_tensors(mark, tree)

@@ -70,7 +70,7 @@ class MiniBatchStatistics:
         pooled = [(module, *_pool(module, moments)) for module, moments in seen.items()]
         with _commit_lock:
             for module, mean, var in pooled:
-                module._move_running_stats(mean, var)
+                module._update_running_stats(mean, var)
 
 
 def _pool(module: DeferredBatchNorm, parts: list[_Moments]) -> tuple[Tensor, Tensor]:
@@ -139,7 +139,7 @@ class DeferredBatchNorm(_BatchNorm):
             scope.stats.add(original, input, scope.i)
         return output
 
-    def _move_running_stats(self, mean: Tensor, var: Tensor) -> None:
+    def _update_running_stats(self, mean: Tensor, var: Tensor) -> None:
         weight: float | Tensor | None = self.momentum
         if self.num_batches_tracked is not None:
             self.num_batches_tracked.add_(1)
@@ -186,7 +186,7 @@ def defer_batch_norm(module: nn.Module) -> bool:
         if getattr(part, "track_running_stats", True) and (
             getattr(part, "running_mean", None) is not None
         ):
-            if why := _not_plain(part):
+            if why := _obstacle(part):
                 kind = type(part)
                 error = ValueError if isinstance(part, _LazyNormBase) else TypeError
                 raise error(
@@ -201,7 +201,7 @@ def defer_batch_norm(module: nn.Module) -> bool:
     return bool(plain)
 
 
-def _not_plain(norm: nn.Module) -> str:
+def _obstacle(norm: nn.Module) -> str:
     """The reason why a batch normalisation cannot be converted, with the way out."""
     if isinstance(norm, _LazyNormBase):
         return "it is not initialised yet; run the model once first"

@@ -47,7 +47,7 @@ Layers = nn.Sequential | nn.ModuleList | Iterable[Any] | Mapping[str, Any]
 InitFn = Callable[[nn.Module], Any]
 _RESETS = ("reset_parameters", "_reset_parameters")  # the latter is nn.MultiheadAttention's
 #: Types whose contents are searched for weights.
-_HOLD = (partial, MethodType, FunctionType, CellType, tuple, dict)
+_SEARCHED = (partial, MethodType, FunctionType, CellType, tuple, dict)
 
 
 def as_sequential(layers: Any) -> nn.Sequential:
@@ -111,7 +111,7 @@ def as_layer(layer: Any, where: str) -> nn.Module:
 def type_name(layer: nn.Module) -> str:
     """The name of a layer's type, of the callable, or of what a spec builds."""
     if isinstance(layer, Function):
-        return _name(layer.function)
+        return _name_of(layer.function)
     return layer.type_name if isinstance(layer, LayerSpec) else type(layer).__name__
 
 
@@ -150,7 +150,7 @@ class LayerSpec(nn.Module):
     @property
     def type_name(self) -> str:
         """The name of ``typename``, for ``balance="type:regex"``."""
-        return _name(self.typename)
+        return _name_of(self.typename)
 
     def build(self) -> nn.Module:
         """Make the layer, on the default device (``with torch.device(...):``).
@@ -280,7 +280,7 @@ class Function(nn.Module):
                 f"{self.extra_repr()} returns a generator or a coroutine, no output: for skips "
                 "write a class with @skippable"
             )
-        for owner in _held(function):
+        for owner in _referents(function):
             if isinstance(owner, nn.Parameter) or (
                 isinstance(owner, nn.Module) and [*owner.parameters(), *owner.buffers()]
             ):
@@ -301,10 +301,10 @@ class Function(nn.Module):
         if code is None and not isinstance(plain, BuiltinFunctionType):
             code = getattr(type(plain).__call__, "__code__", None)
         where = f", {PurePath(code.co_filename).name}:{code.co_firstlineno}" if code else ""
-        return _name(self.function) + where
+        return _name_of(self.function) + where
 
 
-def _name(function: Any) -> str:
+def _name_of(function: Any) -> str:
     """The name of a callable, without that of its module."""
     plain = _innermost(function)
     return str(getattr(plain, "__name__", type(plain).__name__))
@@ -323,11 +323,11 @@ def _brief(value: Any) -> str:
     return str(getattr(value, "__name__", "")) or reprlib.repr(value)
 
 
-def _held(function: Any) -> list[Any]:
+def _referents(function: Any) -> list[Any]:
     """All objects that a callable holds, as far as the garbage collector shows them."""
     found, seen = [function], {id(function)}
     for thing in found:
-        if thing is function or isinstance(thing, _HOLD):
+        if thing is function or isinstance(thing, _SEARCHED):
             # Not what its module holds.
             seen |= {id(getattr(thing, name, None)) for name in ("__globals__", "__builtins__")}
             found += [held for held in gc.get_referents(thing) if id(held) not in seen]
@@ -384,7 +384,7 @@ class Initialization:
 def build_layers(
     partitions: Sequence[nn.Module],
     devices: Sequence[torch.device],
-    how: Initialization,
+    initial: Initialization,
     firsts: Sequence[int] | None = None,
 ) -> None:
     """Build specs, and materialise layers on ``meta``, one layer after another.
@@ -401,7 +401,7 @@ def build_layers(
         BaseException: what a layer raised, with a note that names the layer.
     """
     owned: dict[int, tuple[Tensor, Tensor]] = {}
-    stay: set[int] = set()  # tensors of stages on meta, which other stages may share
+    staying: set[int] = set()  # tensors of stages on meta, which other stages may share
     built = set[nn.Module]()
     sizes = [len(partition._modules) for partition in partitions]
     firsts = list(accumulate(sizes, initial=0)) if firsts is None else firsts
@@ -409,16 +409,19 @@ def build_layers(
         layers: dict[str, Any] = partition._modules
         for index, (name, layer) in enumerate(layers.items(), first):
             if isinstance(layer, LayerSpec):
-                verb, make = "building", partial(build_alone, layer, device, how.init_fn)
+                verb, make = "building", partial(build_alone, layer, device, initial.init_fn)
             elif device.type == "meta":
-                stay |= set(map(id, waiting(layer)))
+                staying |= set(map(id, waiting(layer)))
                 continue
-            elif set(map(id, waiting(layer))) - stay:
-                verb, make = "initialising", partial(give_values, layer, device, how.init_fn, owned)
+            elif set(map(id, waiting(layer))) - staying:
+                verb, make = (
+                    "initialising",
+                    partial(give_values, layer, device, initial.init_fn, owned),
+                )
             else:
                 continue
             try:
-                layers[name] = how.run(index, device, make)
+                layers[name] = initial.run(index, device, make)
             except BaseException as error:
                 shown = repr(layer) if verb == "building" else type(layer).__name__
                 annotate(error, f"while {verb} layer {index} ({name!r}: {shown}) on {device}")
@@ -447,7 +450,7 @@ def or_as_before(partitions: Sequence[nn.Module], run: Callable[[], _T]) -> _T:
             rnn._flat_weight_refs = []  # swap_tensors refuses tensors with weak references
         for module, name, old in before:
             new = getattr(module, name, old)
-            if old.is_meta and not new.is_meta and _exchange(old, new, name):
+            if old.is_meta and not new.is_meta and _swap(old, new, name):
                 kept[id(new)] = new, old
         for module, _, name, tensor in list(chain.from_iterable(map(places_of, partitions))):
             if id(tensor) in kept:
@@ -460,12 +463,12 @@ def or_as_before(partitions: Sequence[nn.Module], run: Callable[[], _T]) -> _T:
             rnn._flat_weight_refs = []
         for module, name, old in before:
             if not old.is_meta:
-                _exchange(old, _empty(old, torch.device("meta"), zeros=True), name)
+                _swap(old, _allocate(old, torch.device("meta"), zeros=True), name)
             setattr(module, name, old)
         raise
 
 
-def _exchange(old: Any, new: Any, name: str) -> bool:
+def _swap(old: Any, new: Any, name: str) -> bool:
     """Swap the values of ``new`` into ``old``, which keeps its hooks; returns whether it could."""
     vars(new).update({key: value for key, value in vars(old).items() if key not in vars(new)})
     for hooks in ("_backward_hooks", "_post_accumulate_grad_hooks"):
@@ -505,11 +508,11 @@ def build_alone(spec: LayerSpec, device: torch.device, init_fn: InitFn | None = 
         with suppress(Exception), torch.device(device):
             layer = spec.build()
     if layer is None:
-        with torch.device("cpu" if device.type == "meta" else _memory_of(device)):
+        with torch.device("cpu" if device.type == "meta" else _memory(device)):
             layer = spec.build()
     move_layers([layer], [device])  # the constructor may have put tensors elsewhere
     if init_fn is not None:
-        with torch.no_grad(), torch.device(_memory_of(device)):
+        with torch.no_grad(), torch.device(_memory(device)):
             layer.apply(init_fn)
     return layer
 
@@ -566,10 +569,10 @@ def give_values(
     layer.apply(order.append)
     new = [m for m in dict.fromkeys(order) if 0 < len(list(places_of(m))) == len(waiting(m))]
     places = [(module, name, old) for module, _, name, old in places_of(layer) if old.is_meta]
-    memory = {id(old): _empty(old, device, zeros) for *_, old in places}
+    memory = {id(old): _allocate(old, device, zeros) for *_, old in places}
     for module, name, old in places:  # by setattr: an RNN also keeps them in a list
         setattr(module, name, memory[id(old)])
-    with torch.device(_memory_of(device)), torch.no_grad():
+    with torch.device(_memory(device)), torch.no_grad():
         for module in new:
             if reset := next((n for n in _RESETS if hasattr(module, n)), None):
                 getattr(module, reset)()
@@ -577,7 +580,7 @@ def give_values(
             cast("InitFn", init_fn)(module)
     for module, name, old in places:
         value = getattr(module, name)
-        if value is memory[id(old)] and not zeros and _unset(value):
+        if value is memory[id(old)] and not zeros and _is_unset(value):
             kind = type(module).__name__
             path = next(path for path, each in layer.named_modules() if each is module)
             raise ValueError(
@@ -598,15 +601,15 @@ def waiting(module: nn.Module) -> list[Tensor]:
     return [tensor for *_, tensor in places_of(module) if tensor.is_meta]
 
 
-def _memory_of(device: torch.device) -> torch.device:
+def _memory(device: torch.device) -> torch.device:
     """The device of a worker's tensors: CPU workers share one memory."""
     return torch.device("cpu") if device.type == "cpu" else device
 
 
-def _empty(tensor: Tensor, device: torch.device, zeros: bool) -> Any:
-    """An uninitialised tensor like ``tensor``, filled with the sentinel that ``_unset`` finds."""
-    made: Any = torch.empty_like(tensor.detach(), device=_memory_of(device))
-    plain, odd = _odd(made)
+def _allocate(tensor: Tensor, device: torch.device, zeros: bool) -> Any:
+    """An uninitialised tensor, filled with the sentinel that ``_is_unset`` finds."""
+    made: Any = torch.empty_like(tensor.detach(), device=_memory(device))
+    plain, odd = _sentinel(made)
     plain.fill_(0 if zeros else odd)
     if isinstance(tensor, nn.Parameter):
         made = torch.Tensor._make_subclass(type(tensor), made, tensor.requires_grad)
@@ -614,15 +617,15 @@ def _empty(tensor: Tensor, device: torch.device, zeros: bool) -> Any:
     return made
 
 
-def _unset(tensor: Tensor) -> bool:
+def _is_unset(tensor: Tensor) -> bool:
     """Whether any element of a float tensor, or every element of another one, was never set."""
-    plain, odd = _odd(tensor.detach())
+    plain, odd = _sentinel(tensor.detach())
     if plain.is_floating_point() or plain.is_complex():
         return bool(plain.isnan().any())
     return plain.numel() > 0 and bool((plain == odd).all())
 
 
-def _odd(tensor: Tensor) -> tuple[Tensor, float]:
+def _sentinel(tensor: Tensor) -> tuple[Tensor, float]:
     """A view to fill, and the sentinel: NaN, a large integer, or a byte that is no bool."""
     if tensor.is_floating_point() or tensor.is_complex():
         return tensor, float("nan")

@@ -26,8 +26,8 @@ __all__ = [
 def own_call(module: nn.Module, kind: type[nn.Module]) -> str | None:
     """The name of a call method (``forward``, ...) that a module overrides over ``kind``."""
     for name in ("forward", "__call__", "_wrapped_call_impl", "_call_impl"):
-        of_the_class = getattr(type(module), name) is not getattr(kind, name)
-        if of_the_class or (name != "__call__" and name in module.__dict__):
+        of_class = getattr(type(module), name) is not getattr(kind, name)
+        if of_class or (name != "__call__" and name in module.__dict__):
             return name
     return None
 
@@ -52,10 +52,10 @@ def check_module(module: Any) -> None:
             f"module ({type(module).__name__}) is an nn.Sequential with a {method} of its own, "
             "which a pipe would not run: put what it does into layers"
         )
-    gone = [name for name, layer in module._modules.items() if layer is None]
+    absent = [name for name, layer in module._modules.items() if layer is None]
     own, hooks = [*module._parameters, *module._buffers], hooks_of(module)
     wrong = {
-        f"has no layer under the name {', '.join(map(repr, gone))} (it is None)": gone,
+        f"has no layer under the name {', '.join(map(repr, absent))} (it is None)": absent,
         f"has parameters or buffers of its own ({', '.join(own)}) beside its layers, where no "
         "layer of a pipe can use them: move them into a layer": own,
         f"has hooks on the nn.Sequential itself ({', '.join(hooks)}), which a pipe would not run: "
@@ -82,10 +82,10 @@ def check_balance(balance: Iterable[int], layers: int) -> list[int]:
     """The balance as a list of int; raises if it does not fit the number of layers."""
     if isinstance(balance, (str, bytes, Set)) or not isinstance(balance, Iterable):
         number = isinstance(balance, int) and not isinstance(balance, bool)
-        meant = f": did you mean chunks={balance!r}?" if number else ""
+        hint = f": did you mean chunks={balance!r}?" if number else ""
         if callable(getattr(balance, "options", None)):
-            meant = ": write Pipe(module, **plan.options())"
-        raise TypeError(f"balance must be a list of numbers of layers, not {balance!r}{meant}")
+            hint = ": write Pipe(module, **plan.options())"
+        raise TypeError(f"balance must be a list of numbers of layers, not {balance!r}{hint}")
     given: list[Any] = list(balance)
     if not all(hasattr(size, "__index__") and not isinstance(size, bool) for size in given):
         raise TypeError(f"balance must hold integers: {balance!r}")
@@ -134,7 +134,7 @@ def placed_balance(module: nn.Sequential) -> tuple[list[int], list[torch.device]
             )
         homes.append(found.pop() if found else homes[-1] if homes else None)
     first = next(filter(None, homes), None)
-    runs = [(home, len(list(those))) for home, those in groupby(home or first for home in homes)]
+    runs = [(home, len(list(group))) for home, group in groupby(home or first for home in homes)]
     return [size for home, size in runs if home], [home for home, _ in runs if home]
 
 
@@ -185,23 +185,27 @@ def resolve_workers(devices: Sequence[Any], partitions: int) -> list[Worker]:
 def _check_device(device: Any) -> torch.device:
     if isinstance(device, bool) or not isinstance(device, (int, str, torch.device)):
         raise TypeError(f"devices: {device!r} is not a device (a torch.device, a str or an int)")
-    there = accelerators()
-    kind = there[0].type if there else "cuda"  # of a number; without accelerators it raises below
+    present = accelerators()
+    kind = (
+        present[0].type if present else "cuda"
+    )  # of a number; without accelerators it raises below
     try:
         found = checked_device(device, kind)
     except RuntimeError as error:
         raise ValueError(f"devices: {device!r} is not a device: {error}") from error
     if found.type in ("cpu", "meta"):
         return found
-    if not there or kind != found.type:
-        here = f"those here are {kind}" if there else "this machine has none"
+    if not present or kind != found.type:
+        here = f"those here are {kind}" if present else "this machine has none"
         raise ValueError(
             f"devices: {device!r} is an accelerator, but {here}: give those that are here, or CPU "
             "workers, such as ['cpu:0', 'cpu:1']"
         )
     index = torch.accelerator.current_device_index() if found.index is None else found.index
-    if index >= len(there):
-        raise ValueError(f"devices: {device!r} does not exist here, there are {len(there)} devices")
+    if index >= len(present):
+        raise ValueError(
+            f"devices: {device!r} does not exist here, there are {len(present)} devices"
+        )
     return torch.device(found.type, index)
 
 

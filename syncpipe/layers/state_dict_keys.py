@@ -57,12 +57,12 @@ def translate_keys(state_dict: dict[str, Any], prefix: str, module: nn.Module) -
             names.append(name)
             values.append(state_dict.pop(key))
     own = module.state_dict() if names else {}
-    alike = [*map(_kind, names, values)] == [*map(_kind, own, own.values())]
-    if alike and {*names} != own.keys():
+    matching = [*map(_ending, names, values)] == [*map(_ending, own, own.values())]
+    if matching and {*names} != own.keys():
         names = list(own)
     state_dict.update({prefix + n: value for n, value in zip(names, values, strict=True)})
 
 
-def _kind(name: str, value: Any) -> tuple[str, Any]:
+def _ending(name: str, value: Any) -> tuple[str, Any]:
     """The last part of a name, and the shape of the value."""
     return name.rpartition(".")[2], getattr(value, "shape", None)

@@ -52,7 +52,7 @@ class Tie:
         return " and ".join(dict.fromkeys(map(str, self.places)))
 
 
-def _places(partitions: Sequence[nn.Module]) -> Iterator[Place]:
+def _all_places(partitions: Sequence[nn.Module]) -> Iterator[Place]:
     for j, partition in enumerate(partitions):
         paths = {module: f"{path}." if path else "" for path, module in partition.named_modules()}
         for module, _, name, tensor in places_of(partition):
@@ -69,7 +69,7 @@ def find_ties(partitions: Sequence[nn.Module]) -> list[Tie]:
         if homes.setdefault(id(tensor), j) != j
     }
     found: dict[int, list[Place]] = {}
-    for place in _places(partitions) if shared else ():
+    for place in _all_places(partitions) if shared else ():
         if id(place.tensor) in shared:
             found.setdefault(id(place.tensor), []).append(place)
     ties = [
@@ -77,38 +77,38 @@ def find_ties(partitions: Sequence[nn.Module]) -> list[Tie]:
         for places in found.values()
     ]
     for tie in ties:
-        _check(tie, partitions)
+        _check_tie(tie, partitions)
     return ties
 
 
 def move_layers(partitions: Sequence[nn.Module], devices: Sequence[torch.device]) -> None:
     """Move partitions to devices, in place; a shared tensor moves to its first device."""
-    times = Counter(id(tensor) for each in partitions for *_, tensor in places_of(each))
-    now: dict[int, tuple[Tensor, Tensor]] = {}  # shared tensors by id: the old and the new one
+    counts = Counter(id(tensor) for each in partitions for *_, tensor in places_of(each))
+    replaced: dict[int, tuple[Tensor, Tensor]] = {}  # shared tensors by id: the old and the new one
     for partition, device in zip(partitions, devices, strict=True):
         for _, module in modules_outside_pipes(partition):  # a pipe has devices of its own
             held = module._parameters, module._buffers
             own = [(name, t) for tensors in held for name, t in tensors.items() if t is not None]
-            there = [t for _, t in own if id(t) in now]
-            stay = {id(t) for t in there} | {id(t.grad) for t in there if t.is_leaf}
+            present = [t for _, t in own if id(t) in replaced]
+            stay = {id(t) for t in present} | {id(t.grad) for t in present if t.is_leaf}
             # "cpu:1" is a worker without memory of its own: tensors in the same memory do not move.
-            if not all(id(t) in now or same_memory(t.device, device) for _, t in own):
-                move = partial(_to, device, stay)
+            if not all(id(t) in replaced or same_memory(t.device, device) for _, t in own):
+                move = partial(_moved, device, stay)
                 module._apply(move, recurse=False)  # type: ignore[no-untyped-call]
             for name, tensor in own:
-                if times[id(tensor)] > 1 or id(tensor) in now:
+                if counts[id(tensor)] > 1 or id(tensor) in replaced:
                     new = getattr(module, name)
-                    now[id(new)] = now.setdefault(id(tensor), (tensor, new))
+                    replaced[id(new)] = replaced.setdefault(id(tensor), (tensor, new))
     for module, _, name, tensor in [place for each in partitions for place in places_of(each)]:
-        if id(tensor) in now and now[id(tensor)][1] is not tensor:
-            setattr(module, name, now[id(tensor)][1])
+        if id(tensor) in replaced and replaced[id(tensor)][1] is not tensor:
+            setattr(module, name, replaced[id(tensor)][1])
 
 
-def _to(device: torch.device, stay: set[int], tensor: Tensor) -> Tensor:
+def _moved(device: torch.device, stay: set[int], tensor: Tensor) -> Tensor:
     return tensor if id(tensor) in stay else tensor.to(device)
 
 
-def _check(tie: Tie, partitions: Sequence[nn.Module]) -> None:
+def _check_tie(tie: Tie, partitions: Sequence[nn.Module]) -> None:
     if is_lazy(tie.tensor):
         raise ValueError(
             f"{tie} are one parameter that has no value yet, in stages that may want different "
@@ -159,7 +159,7 @@ def check_modes(ties: Sequence[Tie]) -> None:
 def overlapping(partitions: Sequence[nn.Module]) -> Iterator[tuple[Place, Place]]:
     """Pairs of different parameters and buffers that overlap in memory."""
     found: dict[int, dict[int, Place]] = {}
-    for place in _places(partitions):
+    for place in _all_places(partitions):
         tensor = place.tensor
         if not is_lazy(tensor) and tensor.layout is torch.strided and tensor.numel():
             found.setdefault(storage_of(tensor), {}).setdefault(id(tensor), place)

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 __all__ = ["watch_time_first"]
 
 #: Layers that do not move the batch to another dimension.
-_KEEP_IT = (nn.Linear, nn.Embedding, nn.LayerNorm, nn.Dropout, nn.Identity, nn.ReLU, nn.GELU,
+_SAFE = (nn.Linear, nn.Embedding, nn.LayerNorm, nn.Dropout, nn.Identity, nn.ReLU, nn.GELU,
             nn.SiLU, nn.Tanh, nn.Sigmoid, nn.RNNBase, nn.MultiheadAttention,
             nn.TransformerEncoderLayer, nn.TransformerDecoderLayer)  # fmt: skip
 
@@ -30,14 +30,14 @@ def watch_time_first(modules: Iterable[tuple[str, nn.Module]], sizes: Sequence[i
     certain = True  # whether the batch is still in dimension 0
     for name, module in modules:
         if name and "." not in name:
-            certain = certain and isinstance(module, _KEEP_IT)
+            certain = certain and isinstance(module, _SAFE)
         if isinstance(module, (nn.RNNBase, nn.MultiheadAttention)) and not module.batch_first:
             handles: list[Any] = []  # the first call removes the hook: hooks disable fast paths
-            look = partial(_look, handles, name, sizes, certain)
-            handles.append(module.register_forward_pre_hook(look))
+            check = partial(_check, handles, name, sizes, certain)
+            handles.append(module.register_forward_pre_hook(check))
 
 
-def _look(
+def _check(
     handles: list[Any],
     name: str,
     sizes: Sequence[int],

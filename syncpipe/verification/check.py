@@ -163,21 +163,21 @@ class _Check:
         stages = {f"stage {each.stage.j}": each.stage.partition for each in self._layers}
         modules: dict[str, Any] = {**stages, **self._model._modules}
         self._state = State(modules, leave=[pipe])
-        self._others: list[Tensor] = []  # leaves that belong to no layer
+        self._other_leaves: list[Tensor] = []  # leaves that belong to no layer
         # The last bit depends on the number of threads, and CPU workers share the threads.
-        self._share = self._threads = torch.get_num_threads()
+        self._threads_each = self._threads = torch.get_num_threads()
         if len(self._pipeline.workers) > 1 and not INLINE.get() and self._pipeline.on_cpu:
-            self._share = self._pipeline.engine.share()
+            self._threads_each = self._pipeline.engine.share()
         self._devices = list(dict.fromkeys(each.stage.device for each in self._layers))
         kinds = {device.type for device in self._devices}
         self._rounding = 5e-3 if kinds - {"cpu"} else 0.0  # for TF32 and sums in any order
         half = any(p.is_floating_point() and p.itemsize < 4 for p in self._model.parameters())
         if half or any(map(torch.is_autocast_enabled, kinds)):
             self._rounding = 5e-2
-        self._seen: list[Observation] = []
-        self._made: dict[tuple[int, ...], Values] = {}  # by the order of backward
-        self._rows: list[list[Any]] = []  # the leaves of the outputs of micro-batches
-        self._apart = ""  # why outputs of micro-batches cannot be concatenated
+        self._observed: list[Observation] = []
+        self._known: dict[tuple[int, ...], Values] = {}  # by the order of backward
+        self._leaf_rows: list[list[Any]] = []  # the leaves of the outputs of micro-batches
+        self._unjoined = ""  # why outputs of micro-batches cannot be concatenated
         self._loss_draws, self._loss_differs = False, ""
         replicas = f"replicas={pipe.replicas}, " if max(pipe.replicas) > 1 else ""
         self._report = Report(
@@ -216,18 +216,18 @@ class _Check:
         """Compare each layer's outputs for micro-batches with those for the mini-batch."""
         cut = self._source(self._pipe.chunks)
         given = self._source(1).pull(0), [cut.pull(i) for i in range(cut.m)], self._pipe
-        run_layers = partial(observe, self._layers, *given, self._seen)
-        failed = self._alone(run_layers, "on the whole mini-batch")
+        run_layers = partial(observe, self._layers, *given, self._observed)
+        failed = self._isolated(run_layers, "on the whole mini-batch")
         with self._run("micro-batches", _PLAIN) as run:
-            quiet = [each for each in self._seen if not each.draws]
-            off = next((each for each in quiet if not each.comparison.same), None)
-            if off is not None:
-                run.what = f"outputs differ from the mini-batch's, {_far(off.comparison)}"
-                run.where, run.reason = str(off.layer), off.reason()
-            found = [each.comparison for each in ([off] if off else quiet)]
+            quiet = [each for each in self._observed if not each.draws]
+            differing = next((each for each in quiet if not each.comparison.same), None)
+            if differing is not None:
+                run.what = f"outputs differ from the mini-batch's, {_shown(differing.comparison)}"
+                run.where, run.reason = str(differing.layer), differing.reason()
+            found = [each.comparison for each in ([differing] if differing else quiet)]
             worst = max(found, key=lambda comparison: comparison.distance, default=Comparison())
             run.comparisons["outputs"] = worst
-            if drawing := [str(each.layer) for each in self._seen if each.draws]:
+            if drawing := [str(each.layer) for each in self._observed if each.draws]:
                 self._report.notes.append(
                     f"random numbers are drawn by {', '.join(drawing)}: only the other layers were "
                     "compared on the mini-batch and on its micro-batches"
@@ -249,14 +249,14 @@ class _Check:
             input = self._source(self._pipe.chunks).pull(0)
 
             def values(module: nn.Module) -> dict[str, Any]:
-                call = partial(call_arguments, layers, _fresh(input))
+                call = partial(call_arguments, layers, _copy(input))
                 return restoring_module(module, partial(values_of, module, call))
 
-            found = self._alone(partial(values, layers), "its layers beside the model")
-            expected = self._alone(partial(values, model), "itself")
+            found = self._isolated(partial(values, layers), "its layers beside the model")
+            expected = self._isolated(partial(values, model), "itself")
             run.comparisons["outputs"] = far = compare(found, expected, self._rounding)
             if run.different:
-                run.what = f"something else than the model gives, {_far(far)}"
+                run.what = f"something else than the model gives, {_shown(far)}"
                 run.reason = (
                     "the model was changed after its conversion in something that is no attribute "
                     "of its modules (a global, a function): convert it again"
@@ -267,8 +267,8 @@ class _Check:
         with self._run(name) as run:
             expected = self._expected(order)
             threads = self._threads if name == "pipe(x)" else None
-            if threads and self._apart:
-                why = f"outputs cannot be put together, and are not compared: {self._apart}"
+            if threads and self._unjoined:
+                why = f"outputs cannot be put together, and are not compared: {self._unjoined}"
                 run.not_applicable = why
                 return
             made = self._state.restoring(make, self._devices, threads)
@@ -279,7 +279,7 @@ class _Check:
             if not run.different:
                 return
             column = run.different[0]
-            run.what = f"{column} differ from the plain model's, {_far(run.comparisons[column])}"
+            run.what = f"{column} differ from the plain model's, {_shown(run.comparisons[column])}"
             run.where, reason = self._culprit()
             run.where = run.where or self._by_gradients(run.comparisons["gradients"])
             run.reason = reason or "not found: each layer gives the same in the pipe as plainly"
@@ -308,34 +308,36 @@ class _Check:
 
     def _culprit(self) -> tuple[str, str]:
         """The first layer whose results a pipe can change, and the reason."""
-        for each in self._seen:
+        for each in self._observed:
             if each.writes or (not each.repeats and "buffer" not in each.changed):
                 return str(each.layer), each.reason()
         return "", ""
 
     # --- runs ------------------------------------------------------------------------------------
 
-    def _alone(self, run: Callable[[], _T], on: str) -> _T:
+    def _isolated(self, run: Callable[[], _T], on: str) -> _T:
         try:
-            return self._state.restoring(run, self._devices, self._share)
+            return self._state.restoring(run, self._devices, self._threads_each)
         except BaseException as error:
             annotate(error, f"in verify: the plain model, {on}")
             raise
 
     def _expected(self, order: tuple[int, ...]) -> Values:
-        if order not in self._made:
-            self._made[order] = self._alone(partial(self._plain, order), "on micro-batches")
-        return self._made[order]
+        if order not in self._known:
+            self._known[order] = self._isolated(partial(self._plain, order), "on micro-batches")
+        return self._known[order]
 
     def _compare_gradients(self, run: Run) -> None:
         """Compare gradients of micro-batches with the mini-batch's, if the losses are equal.
 
         Modules found to draw random numbers are in evaluation mode meanwhile.
         """
-        if not all(each.draws or (each.repeats and each.comparison.same) for each in self._seen):
+        if not all(
+            each.draws or (each.repeats and each.comparison.same) for each in self._observed
+        ):
             return
         drawing = [
-            part for each in self._seen if each.draws for part in each.layer.module.modules()
+            part for each in self._observed if each.draws for part in each.layer.module.modules()
         ]
         quiet = [
             (part, "training", False)
@@ -346,7 +348,7 @@ class _Check:
         for order, chunks in ((range(self._m), self._pipe.chunks), ((0,), 1)):
             plain = partial(with_swaps, quiet, partial(self._plain, order, chunks))
             try:
-                found.append(self._alone(plain, "on the whole mini-batch"))
+                found.append(self._isolated(plain, "on the whole mini-batch"))
             except Exception as error:
                 self._report.notes.append(f"{_UNCOMPARED}: {type(error).__name__}: {error}")
                 return
@@ -354,7 +356,7 @@ class _Check:
                 self._report.notes.append(f"{_UNCOMPARED}: random numbers are drawn")
                 return
         rounding = max(_SUMS, self._rounding)
-        columns = ["loss"] if self._apart else ["loss", "outputs"]
+        columns = ["loss"] if self._unjoined else ["loss", "outputs"]
         parts, whole = found
         if all(compare(parts[c], whole[c], rounding).same for c in columns):
             # Some micro-batches may not use the leaves that belong to no layer.
@@ -363,14 +365,14 @@ class _Check:
             far = compare(mine[0], mine[1], rounding)
             run.comparisons["gradients"] = far
             if not far.same:
-                run.what = f"gradients differ from the mini-batch's, {_far(far)}"
+                run.what = f"gradients differ from the mini-batch's, {_shown(far)}"
                 run.where, run.reason = self._by_gradients(far), _ADDS
 
     def _by_gradients(self, comparison: Comparison) -> str:
         """The last layer whose gradients differ: its backward runs first."""
         names = {name.split(".")[0] for name in comparison.names}
-        off = [layer for layer in self._layers if layer.name in names]
-        return f"{off[-1]}, by its gradients" if off else ""
+        differing = [layer for layer in self._layers if layer.name in names]
+        return f"{differing[-1]}, by its gradients" if differing else ""
 
     def _plain(self, order: Sequence[int], chunks: int | None = None) -> Values:
         """Run the plain model, with the backward of micro-batches in ``order``."""
@@ -382,9 +384,9 @@ class _Check:
         objective = Objective(loss, source)
         check = LossCheck(objective, source.targets, asked=False) if source.m > 1 else None
         outputs = [run.forward(i, map_tensors(clones, source.pull(i))) for i in range(source.m)]
-        kept = list(map(_fresh, outputs))
+        kept = list(map(_copy, outputs))
         if source.m == self._m:
-            self._rows = [flatten(each, batches=True)[0] for each in kept]
+            self._leaf_rows = [flatten(each, batches=True)[0] for each in kept]
         if check is not None:
             for i, output in enumerate(kept):
                 check.keep(i, output, source.peek_target(i))
@@ -392,7 +394,7 @@ class _Check:
             run.seeded, len(self._layers)
         )  # draws in pipe(x) what it does here
         roots = self._roots(objective, source, outputs)
-        self._find_others(roots, inputs)
+        self._find_leaves(roots, inputs)
         for i in order:
             if roots[i].requires_grad:
                 torch.autograd.backward(roots[i])
@@ -407,23 +409,23 @@ class _Check:
         try:
             output = gather(kept, self._common)
         except ValueError as error:
-            output, self._apart = {}, str(error)
+            output, self._unjoined = {}, str(error)
         return self._values(output, objective, inputs)
 
     def _forward(self) -> Values:
         inputs, given = self._leaves_of_input()
         args, kwargs = call_arguments(self._pipe, given)
         output = self._pipe(*args, **kwargs)
-        kept, source = _fresh(output), self._source(self._pipe.chunks)
+        kept, source = _copy(output), self._source(self._pipe.chunks)
         objective, sizes = Objective(self._loss, source), source.sizes
         leaves, structure = flatten(output, batches=True)
 
         def cut(k: int, leaf: Any) -> Sequence[Any]:
             if k in self._common or not isinstance(leaf, Tensor):
                 return cut_batch(leaf, sizes) if batch_kind(leaf) else [leaf] * len(sizes)
-            return torch.split(leaf, [len(rows[k]) for rows in self._rows])
+            return torch.split(leaf, [len(rows[k]) for rows in self._leaf_rows])
 
-        torch.set_num_threads(self._share)
+        torch.set_num_threads(self._threads_each)
         columns = [cut(k, leaf) for k, leaf in enumerate(leaves)]
         pieces = [  # cloned as in the plain model: alignment can change the last bit
             map_tensors(lambda ts: [t.clone() for t in ts], unflatten(row, structure))
@@ -436,9 +438,9 @@ class _Check:
 
     def _train(self, schedule: Any) -> Values:
         inputs, given = self._leaves_of_input()
-        outputs = not self._apart
+        outputs = not self._unjoined
         options = {**self._options, "schedule": schedule, "verify": False}
-        target = _fresh(self._target)
+        target = _copy(self._target)
         found = self._pipe.train_batch(given, target, return_outputs=outputs, **options)
         found = found if isinstance(found, tuple) else (found,)
         return self._values(found[1] if outputs else {}, found[0], inputs)
@@ -451,12 +453,12 @@ class _Check:
 
     def _source(self, chunks: int, input: Any = None) -> Source:
         """The mini-batch cut into ``chunks`` micro-batches; a copy of it if ``input`` is None."""
-        input = _fresh(self._input) if input is None else input
-        return Source(*scatter_pair(batch_input(self._pipe, input), _fresh(self._target), chunks))
+        input = _copy(self._input) if input is None else input
+        return Source(*scatter_pair(batch_input(self._pipe, input), _copy(self._target), chunks))
 
     def _leaves_of_input(self) -> tuple[dict[str, Tensor], Any]:
         """The leaves of a copy of the input by name, and the input, into which layers may write."""
-        input = _fresh(self._input)
+        input = _copy(self._input)
         inputs = {
             name: leaf.requires_grad_()
             for name, leaf in by_name("input", input).items()
@@ -475,14 +477,14 @@ class _Check:
             roots.append(objective.root(i, result, *given))
         return roots
 
-    def _find_others(self, roots: list[Tensor], inputs: dict[str, Tensor]) -> None:
+    def _find_leaves(self, roots: list[Tensor], inputs: dict[str, Tensor]) -> None:
         known = set(map(id, [*self._state.leaves, *inputs.values()]))
         for node in nodes_of([root.grad_fn for root in roots]):
             leaf = getattr(node, "variable", None)
             if leaf is not None and id(leaf) not in known:
                 self._state.add_leaf(leaf)
                 leaf.grad = None
-                self._others.append(leaf)
+                self._other_leaves.append(leaf)
 
     def _values(self, output: Any, loss: Tensor | Objective, inputs: dict[str, Tensor]) -> Values:
         """All values of a run, with the gradients of the mini-batch, in CPU memory."""
@@ -492,7 +494,7 @@ class _Check:
                 if leaf.grad is not None:  # the total weight is known only at the end
                     leaf.grad.mul_(placed(factor, leaf.device))
         leaves: dict[str, Tensor] = dict(self._model.named_parameters())
-        for k, leaf in enumerate(self._others):
+        for k, leaf in enumerate(self._other_leaves):
             leaves[f"tensor {k} of no layer, {described(leaf)}"] = leaf
         found: Values = {
             "outputs": by_name("output", output),
@@ -506,14 +508,14 @@ class _Check:
         return copied
 
 
-def _fresh(tree: Any) -> Any:
+def _copy(tree: Any) -> Any:
     """A detached copy with the same memory layout."""
     leaves, structure = flatten(tree)
-    leaves = [NoChunk(_fresh(x.tensor)) if isinstance(x, NoChunk) else x for x in leaves]
+    leaves = [NoChunk(_copy(x.tensor)) if isinstance(x, NoChunk) else x for x in leaves]
     return map_tensors(lambda ts: clones([t.detach() for t in ts]), unflatten(leaves, structure))
 
 
-def _far(comparison: Comparison) -> str:
+def _shown(comparison: Comparison) -> str:
     if comparison.words:
         return f"{comparison.at}: {comparison.words}"
     more = f" and {len(comparison.names) - 1} more" if len(comparison.names) > 1 else ""

@@ -203,8 +203,8 @@ def observe(
     stores: list[Store] = [{} for _ in pieces]
     for layer in layers:
         state = State({"": layer.module}, leave=[leave])
-        twice = partial(_twice, run, layer, whole, store)
-        (again, _), (whole, store) = state.restoring(twice, [layer.stage.device])
+        twice = partial(_run_twice, run, layer, whole, store)
+        (repeated, _), (whole, store) = state.restoring(twice, [layer.stage.device])
         pieces = [placed(piece, layer.stage.device) for piece in pieces]
         entering = tensors_in(pieces[0])
         versions = [tensor._version for tensor in entering]
@@ -222,7 +222,7 @@ def observe(
         for kind, name in state.changes():
             if not name.endswith((*_RUNNING, "_hooks")):
                 changed.setdefault(kind, []).append(name)
-        repeats = compare(by_name("", again), by_name("", whole)).same
+        repeats = compare(by_name("", repeated), by_name("", whole)).same
         writes = [tensor._version for tensor in entering] != versions
         draws = layer.index in run.drew
         seen.append(Observation(layer, comparison, repeats, draws, writes, changed))
@@ -231,7 +231,7 @@ def observe(
     return None
 
 
-def _twice(run: PlainRun, layer: Layer, whole: Any, store: Store) -> list[tuple[Any, Store]]:
+def _run_twice(run: PlainRun, layer: Layer, whole: Any, store: Store) -> list[tuple[Any, Store]]:
     """Run a layer twice on copies (it may write into them); returns outputs and skips of both."""
     found = []
     for _ in range(2):

@@ -70,7 +70,7 @@ class Report:
     @property
     def pipe_ok(self) -> bool:
         """Whether the pipe computes what the plain model computes on the same micro-batches."""
-        return bool(self._of_pipe()) and all(run.ok for run in self._of_pipe())
+        return bool(self._pipe_runs()) and all(run.ok for run in self._pipe_runs())
 
     def __getitem__(self, name: str) -> Run:
         return {run.name: run for run in self.runs}[name]
@@ -97,15 +97,15 @@ class Report:
         lines += ["", *map(_finding, alike.values()), *(_filled(note, "- ") for note in notes)]
         return "\n".join([*lines, "", _filled(self._verdict())])
 
-    def _of_pipe(self) -> list[Run]:
+    def _pipe_runs(self) -> list[Run]:
         return [run for run in self.runs if run.of_pipe and not run.not_applicable]
 
     def _verdict(self) -> str:
-        if not self._of_pipe():
+        if not self._pipe_runs():
             return "NOT OK: the pipe was not run, for the plain model fails on micro-batches."
         if not self.pipe_ok:
             return "NOT OK: the pipe does not compute what the plain model computes."
-        far = max(c.distance for run in self._of_pipe() for c in run.comparisons.values())
+        far = max(c.distance for run in self._pipe_runs() for c in run.comparisons.values())
         bits = f"to rounding ({far:.0e} at most)" if far else "to the bit"
         same = f"the pipe computes what the plain model computes on micro-batches, {bits}"
         if not self.ok:

@@ -182,7 +182,7 @@ def test_commits_do_not_interleave() -> None:
     free: list[bool] = []
 
     class Watched(DeferredBatchNorm1d):
-        def _move_running_stats(self, mean: Tensor, var: Tensor) -> None:
+        def _update_running_stats(self, mean: Tensor, var: Tensor) -> None:
             free.extend(in_threads(lambda _: batchnorm._commit_lock.acquire(blocking=False), 0))
 
     run(Watched(2), torch.ones(4, 2))

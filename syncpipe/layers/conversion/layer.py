@@ -44,7 +44,7 @@ from syncpipe.skip.skippable import Declaration
 __all__ = ["ConvertedLayer", "Holder", "ModelNames", "layers_of"]
 
 _grad_off = Function(torch._C._set_grad_enabled, "set_grad_enabled")
-_grad_now = Function(torch.is_grad_enabled, "is_grad_enabled")
+_grad_mode = Function(torch.is_grad_enabled, "is_grad_enabled")
 _FLOATS = ("torch.float16", "torch.bfloat16", "torch.float32", "torch.float64")
 
 
@@ -87,7 +87,7 @@ def layers_of(
     if any(a.boundary() != b.boundary() for a, b in found):  # all layers must use one mode
         modes = [set().union(*modes)] * len(modes)
     for layer, paths in zip(layers, modes, strict=True):
-        layer.follow(model, paths)
+        layer.select(model, paths)
     layers[0]._model_signature = signature
     members, used = _members(model), list(map(_members, layers))
     homes = {t: layer for layer, own in zip(layers, used, strict=True) for t in own.values()}
@@ -97,9 +97,9 @@ def layers_of(
     for layer in layers:
         layer._names = list(members), list(model.state_dict())
         several = len({tensor.device for tensor in members.values()}) > 1
-        layer._moves = several and bool(_members(layer))
+        layer._gathers = several and bool(_members(layer))
         if any(kind in code.text for kind in _FLOATS for code in layer._codes):
-            layer._converted_for = layer._dtype
+            layer._code_dtype = layer._dtype
     return layers
 
 
@@ -114,9 +114,9 @@ def _members(module: nn.Module) -> dict[str, Tensor]:
 
 def _segments(runs: Sequence[Tracer], model: nn.Module) -> list[list[_Segment]]:
     nodes = [run.live for run in runs]
-    starts = [[n for n in each if _begins(n, model)] for each in nodes]
+    starts = [[n for n in each if _is_start(n, model)] for each in nodes]
     names = [[f"{n.meta['owner']} {n.op} {n.target!r}" for n in each] for each in starts]
-    costs = list(map(_costs, nodes))
+    costs = list(map(_cut_costs, nodes))
     matched = [
         [each.index(start[k + at]) for each, start, at in zip(nodes, starts, blocks, strict=False)]
         for blocks in SequenceMatcher(None, names[0], names[1], False).get_matching_blocks()
@@ -131,17 +131,17 @@ def _segments(runs: Sequence[Tracer], model: nn.Module) -> list[list[_Segment]]:
         if all(cost[p] < inf for p, cost in zip(places, costs, strict=True)):
             for cut, p in zip(cuts, places, strict=True):
                 cut.append(p)
-    return [_connected(*each) for each in zip(nodes, cuts, strict=True)]
+    return [_connect(*each) for each in zip(nodes, cuts, strict=True)]
 
 
-def _begins(node: fx.Node, model: nn.Module) -> bool:
+def _is_start(node: fx.Node, model: nn.Module) -> bool:
     if node.op == "call_module":
         module = model.get_submodule(str(node.target))
         return not node.meta["writes"] or next(module.parameters(), None) is not None
     return any(isinstance(used.meta["value"], nn.Parameter) for used in node.all_input_nodes)
 
 
-def _costs(nodes: list[fx.Node]) -> list[float]:
+def _cut_costs(nodes: list[fx.Node]) -> list[float]:
     """The cost of a cut before each node: the number of bytes that cross it.
 
     It is inf between a tensor and a write into an alias of it if the tensor is used after that
@@ -162,7 +162,7 @@ def _costs(nodes: list[fx.Node]) -> list[float]:
     return costs
 
 
-def _connected(nodes: list[fx.Node], cuts: list[int]) -> list[_Segment]:
+def _connect(nodes: list[fx.Node], cuts: list[int]) -> list[_Segment]:
     """The segments between cuts, with the values that they exchange."""
     segments = [_Segment(nodes[a:b]) for a, b in pairwise([*cuts, len(nodes)])]
     segments[0].comes[-1] = [node for node in nodes if node.op == "placeholder"]
@@ -178,7 +178,7 @@ def _connected(nodes: list[fx.Node], cuts: list[int]) -> list[_Segment]:
 # Writing
 
 
-def _written(
+def _generate(
     segment: _Segment, comes: list[int], goes: list[int], layer: ConvertedLayer, model: nn.Module
 ) -> _Code:
     """Generate the code of a segment, which deletes names after their last use.
@@ -200,7 +200,7 @@ def _written(
                 "call_function", operator.getitem, (given, at), name=name
             )
 
-    def here(leaf: Any) -> Any:
+    def local(leaf: Any) -> Any:
         if not isinstance(leaf, fx.Node):
             return leaf
         if leaf.target == DEVICE:
@@ -228,18 +228,18 @@ def _written(
         if node.op in ("placeholder", "output"):
             continue
         if before is None and not node.meta["grad"]:
-            before = graph.call_function(_grad_now)
+            before = graph.call_function(_grad_mode)
             graph.call_function(_grad_off, (False,))
         elif before is not None and node.meta["grad"]:
             graph.call_function(_grad_off, (before,))
             before = None
         if node.op == "call_module":
             layer.hold(model, str(node.target))
-        args, kwargs = fx.node.map_aggregate((node.args, node.kwargs), here)
+        args, kwargs = fx.node.map_aggregate((node.args, node.kwargs), local)
         known[node] = graph.create_node(node.op, node.target, args, kwargs, node.meta["name"])
-    sent = [list(map(here, segment.goes.get(other, []))) for other in goes]
+    sent = [list(map(local, segment.goes.get(other, []))) for other in goes]
     if segment.nodes[-1].op == "output":
-        sent[0] = list(fx.node.map_aggregate(segment.nodes[-1].args, here))
+        sent[0] = list(fx.node.map_aggregate(segment.nodes[-1].args, local))
     graph.output(tuple(map(_packed, sent)))
     code = graph.python_code("self")
     names = {n: v for n, v in code.globals.items() if n not in _custom_builtins}
@@ -303,7 +303,7 @@ class Holder(nn.Module):
         return {**vars(self), "training": self.training}
 
 
-class _Joined(Holder):
+class _Merged(Holder):
     """The holders of one path as one module, for copies without the inlined module."""
 
     def train(self, mode: bool = True) -> Self:
@@ -312,17 +312,17 @@ class _Joined(Holder):
         return super().train(mode)
 
 
-def _joined(parts: list[Any]) -> Any:
+def _merge(parts: list[Any]) -> Any:
     if not isinstance(parts[0], Holder):
         return parts[0]
-    joined = _Joined(parts[0]._origin, parts[0]._path)
+    joined = _Merged(parts[0]._origin, parts[0]._path)
     joined.__dict__["parts"] = parts
     for part in parts:
         joined._parameters.update(part._parameters)
         joined._buffers.update(part._buffers)
         joined._modules.update(part._modules)
     for name in joined._modules:
-        joined._modules[name] = _joined([p._modules[name] for p in parts if name in p._modules])
+        joined._modules[name] = _merge([p._modules[name] for p in parts if name in p._modules])
     return joined
 
 
@@ -350,9 +350,9 @@ class ConvertedLayer(Holder):
             tuple([f"{k} to {b}" for b in goes[1:]]), tuple([f"{a} to {k}" for a in comes[1:]])
         )
         self._skip_namespaces = dict.fromkeys(self._syncpipe_skips.names, namespace)
-        self._codes = [_written(segment, comes, goes, self, model) for segment in segments]
-        self._converted_for: torch.dtype | None = None  # set if the code contains dtypes
-        self._moves = False  # whether the model was on several devices
+        self._codes = [_generate(segment, comes, goes, self, model) for segment in segments]
+        self._code_dtype: torch.dtype | None = None  # set if the code contains dtypes
+        self._gathers = False  # whether the model was on several devices
         #: Numbers of inlined modules in the code; paths of the modules whose mode selects the code.
         self._numbers: dict[str, float] = {}
         self._modes: list[str] = []
@@ -384,7 +384,7 @@ class ConvertedLayer(Holder):
             TypeError: the dtype of the parameters was changed, and the code contains dtypes.
             RuntimeError: modules that the code depends on are in different modes.
         """
-        if self._converted_for is not None and self._converted_for != self._dtype:
+        if self._code_dtype is not None and self._code_dtype != self._dtype:
             raise TypeError(
                 "the dtype of the parameters was changed after the model was converted, and this "
                 f"code has the dtype of then in it: change it first, then convert\n{self}"
@@ -393,7 +393,7 @@ class ConvertedLayer(Holder):
         if self._model_signature is not None:
             input = _packed(self._model_signature.tensors(input))
         given = [store.take((namespaces[name], name), self) for name in skips.pop]
-        if self._moves:
+        if self._gathers:
             device = self._device
             input, given = map_tensors(lambda ts: [t.to(device) for t in ts], (input, given))
         with torch.set_grad_enabled(torch.is_grad_enabled()):  # also after an error
@@ -410,7 +410,7 @@ class ConvertedLayer(Holder):
         """The code for the current mode of the modules."""
         if not self._modes:
             return self._codes[0 if self.training else 1]
-        modes = {path: self._at(path).training for path in self._modes}
+        modes = {path: self._find(path).training for path in self._modes}
         if len(set(modes.values())) > 1:
             one, other = (
                 [path or "the model" for path in modes if modes[path] is mode]
@@ -423,13 +423,13 @@ class ConvertedLayer(Holder):
             )
         return self._codes[0 if modes[self._modes[0]] else 1]
 
-    def _at(self, path: str) -> nn.Module:
+    def _find(self, path: str) -> nn.Module:
         at: nn.Module = self
         for part in filter(None, path.split(".")):
             at = at._modules[part]  # type: ignore[assignment]
         return at
 
-    def follow(self, model: nn.Module, paths: Iterable[str]) -> None:
+    def select(self, model: nn.Module, paths: Iterable[str]) -> None:
         """Select the code by the modes of these modules, if the code of both modes differs."""
         one, other = self._codes
         if one.text != other.text:
@@ -478,9 +478,9 @@ class ModelNames(nn.Module):
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
         # Registered first, so hooks of users see the model's names.
-        self._register_state_dict_hook(_save_with_model_names)  # type: ignore[no-untyped-call]
+        self._register_state_dict_hook(_rename_saved)  # type: ignore[no-untyped-call]
         self.register_load_state_dict_post_hook(  # type: ignore[no-untyped-call]
-            _say_with_model_names
+            _clean_messages
         )
 
     def train(self, mode: bool = True) -> Self:
@@ -502,7 +502,7 @@ class ModelNames(nn.Module):
             if not found:
                 raise
         layers[0]._origin.share()
-        return layers[0]._origin.modules.get(name) or _joined(found)
+        return layers[0]._origin.modules.get(name) or _merge(found)
 
     def _fqn_modifiers(self) -> dict[str, str]:
         """Indices of layers, which ``torch.distributed.checkpoint.state_dict`` drops from names."""
@@ -565,7 +565,7 @@ class ModelNames(nn.Module):
         super()._load_from_state_dict(state_dict, prefix, metadata, strict, *messages)
 
 
-def _say_with_model_names(module: ModelNames, _: Any) -> None:
+def _clean_messages(module: ModelNames, _: Any) -> None:
     """Remove the indices of layers from the messages of loading."""
     prefix, messages = module.__dict__.pop("_loading")
     names = "|".join(re.escape(name) for name in module._modules if module._layer(name))
@@ -574,7 +574,7 @@ def _say_with_model_names(module: ModelNames, _: Any) -> None:
         texts[:] = [index.sub(r"\1\2", text) for text in texts]
 
 
-def _save_with_model_names(module: ModelNames, state_dict: Any, prefix: str, _: Any) -> None:
+def _rename_saved(module: ModelNames, state_dict: Any, prefix: str, _: Any) -> None:
     """Rename and sort the saved entries as in the model."""
     for own in (state_dict, getattr(state_dict, "_metadata", {})):
         named = {}
@@ -587,5 +587,5 @@ def _save_with_model_names(module: ModelNames, state_dict: Any, prefix: str, _: 
         own.update((prefix + k, v) for k, v in module._in_order(named, of_state=True).items())
 
 
-_say_with_model_names._syncpipe_own = True  # type: ignore[attr-defined]
-_save_with_model_names._syncpipe_own = True  # type: ignore[attr-defined]
+_clean_messages._syncpipe_own = True  # type: ignore[attr-defined]
+_rename_saved._syncpipe_own = True  # type: ignore[attr-defined]

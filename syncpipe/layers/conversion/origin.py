@@ -102,7 +102,7 @@ class Origin:
         self._values = [read.now() for read in self._reads]
         self._last: dict[str, float] = {}
         mutable = [(read, each) for read, each in zip(self._reads, self._values, strict=True)]
-        self._contents = [(r, _content(each)) for r, each in mutable if isinstance(each, _MUTABLE)]
+        self._contents = [(r, _snapshot(each)) for r, each in mutable if isinstance(each, _MUTABLE)]
         self.follow_numbers()
 
     def refresh(self) -> None:
@@ -123,7 +123,7 @@ class Origin:
                     _refuse_value(read.name, self._values[k], now)
                 self._seen[k] = seen
         for read, then in self._contents:
-            if (found := _content(read.now())) != then:
+            if (found := _snapshot(read.now())) != then:
                 _refuse_value(read.name, then, found)
         for k, (holder, own, kind, name) in enumerate(self._tensors):
             if (tensor := own.get(name)) is not self._known[k] and (to := holder()) is not None:
@@ -171,11 +171,11 @@ def _refuse_value(name: str, then: Any, now: Any) -> None:
 def alike(a: Any, b: Any) -> bool:
     """Whether two values are interchangeable."""
     if isinstance(a, (tuple, *_MUTABLE)) and type(a) is type(b):
-        return bool(_content(a) == _content(b))
+        return bool(_snapshot(a) == _snapshot(b))
     return same_value(a, b) or (type(a) is type(b) and isinstance(a, PLAIN) and bool(a == b))
 
 
-def _content(value: Any) -> Any:
+def _snapshot(value: Any) -> Any:
     """A comparable copy of a container: other objects in it are compared by identity."""
     if isinstance(value, SimpleNamespace):
         value = vars(value)
@@ -185,14 +185,14 @@ def _content(value: Any) -> Any:
         if isinstance(value, set):
             return frozenset(value)  # in any order
         items = value.items() if isinstance(value, dict) else enumerate(value)
-        return {key: _content(each) for key, each in items}
-    return value if isinstance(value, PLAIN) else _Same(value)
+        return {key: _snapshot(each) for key, each in items}
+    return value if isinstance(value, PLAIN) else _Identity(value)
 
 
-class _Same(NamedTuple):
+class _Identity(NamedTuple):
     """A wrapper that compares by identity."""
 
     value: Any
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Same) and other.value is self.value
+        return isinstance(other, _Identity) and other.value is self.value

@@ -160,7 +160,7 @@ def sequential(
     sample = signature.take(sample_args, sample_kwargs)
     eager = any(map(_is_compiled, model.modules()))
     with torch.compiler.set_stance("force_eager") if eager else nullcontext():
-        found = restoring_module(model, partial(_Inlined, model, signature, sample))
+        found = restoring_module(model, partial(_Conversion, model, signature, sample))
         layers = found.layers()
         layers.training = model.training
         layers.origin.begin(layers)
@@ -177,7 +177,7 @@ def sequential(
 # Leaf modules and inlined modules
 
 
-class _Inlined:
+class _Conversion:
     """A model, run until it is known which of its modules can be inlined.
 
     It also determines which sizes may change (``signature.free``).
@@ -190,7 +190,7 @@ class _Inlined:
 
     def __init__(self, model: nn.Module, signature: Signature, tensors: list[Tensor]) -> None:
         if not any(tensor.is_meta for tensor in tensors_in(tensors)):
-            _give_values(model)
+            _materialize(model)
         self.model, self.signature, self.tensors = model, signature, tensors
         self.name, self._objects = type(model).__name__, dict[str, Any]()
         self._paths = {module: path for path, module in model.named_modules()}
@@ -205,7 +205,7 @@ class _Inlined:
         }
         self._refuse_root()
         self._numbers: set[str] | None = None  # None: not known yet, follow all
-        with _bar(self.name) as self._bar:
+        with _progress(self.name) as self._progress:
             try:  # let the model do what it does in its first run only
                 args, kwargs = signature.call(tensors)
                 model.train()(*args, **kwargs)
@@ -214,15 +214,15 @@ class _Inlined:
                     f"{self.name} itself, called with the sample ({signature.shown(tensors)}), "
                     f"raises {type(error).__name__}: {error}"
                 ) from error
-            self._find_what_is_cut()
+            self._find_batch_inputs()
             self._sizes = self._other_sizes()
-            while self._leave(self._faults()):
+            while self._make_leaves(self._faults()):
                 pass
-            self._numbers = self._only_used()
+            self._numbers = self._free_numbers()
             self._follow_dtypes()
         for run in self.runs.values():
             run.fold(self._numbers)
-        self.notes += [*self._large_modules(), *self._used_twice()]
+        self.notes += [*self._large_modules(), *self._shared_norms()]
         if any(run.reentrant for run in self.runs.values()):
             self.notes.append(
                 f"{self.name} recomputes by PyTorch's reentrant checkpoint, which is left out: a "
@@ -251,7 +251,7 @@ class _Inlined:
     def _floats(self) -> set[str]:
         return {read.name for read in self._reads() if type(read.value) is float}
 
-    def _only_used(self) -> set[str]:
+    def _free_numbers(self) -> set[str]:
         """Names of the numbers that only flow into operations, which layers therefore follow."""
         decisive = self.runs[True].decisive | self.runs[False].decisive
         for _ in range(2):
@@ -266,7 +266,7 @@ class _Inlined:
                     others = self._run(self.tensors)
                 except Exception:  # the model does not accept these values
                     return set()
-            faults, _ = self._unlike(others)
+            faults, _ = self._compare_runs(others)
             more = others[True].decisive | others[False].decisive
             if not faults:
                 return {read.name for read in reads} - more
@@ -298,8 +298,8 @@ class _Inlined:
             for node in run.nodes
             if node.target is guard and not self._holds_most(node.meta["owner"])
         ]
-        faults += self._changed(state)
-        return faults or self._vary()
+        faults += self._writes(state)
+        return faults or self._vary_sizes()
 
     @property
     def whole(self) -> list[Whole]:
@@ -312,16 +312,16 @@ class _Inlined:
         """Trace a call in training and in evaluation."""
         found = {}
         for mode in (True, False):
-            if self._bar is not None:
-                self._bar.update()
+            if self._progress is not None:
+                self._progress.update()
             call, names = self.signature.call(tensors), self.signature.names
             model = self.model.train(mode)
             found[mode] = Tracer(model, self.leaves, self._paths, self._objects, names, *call)
         return found
 
-    def _leave(self, faults: list[Whole]) -> bool:
+    def _make_leaves(self, faults: list[Whole]) -> bool:
         """Make the modules at fault leaves; returns whether any were, and raises if none can be."""
-        small = self._small(faults)
+        small = self._leafable(faults)
         for fault in small:
             self.leaves.setdefault(fault.path, fault)
         if small or not faults:
@@ -359,11 +359,11 @@ class _Inlined:
         inside = sum(owner.startswith(f"{path}.") for owner in self._owners)
         return not path or 2 * inside > len(self._owners)
 
-    def _small(self, faults: list[Whole]) -> list[Whole]:
+    def _leafable(self, faults: list[Whole]) -> list[Whole]:
         """The faults of modules that can be leaves."""
         return [fault for fault in faults if not self._holds_most(fault.path)]
 
-    def _changed(self, state: State) -> Iterator[Whole]:
+    def _writes(self, state: State) -> Iterator[Whole]:
         """Faults of inlined modules that set attributes, or call a leaf that does several times."""
         uses = Counter(node.target for node in self.runs[True].nodes if node.op == "call_module")
         for kind, name in state.changes():
@@ -383,7 +383,7 @@ class _Inlined:
 
     # Other runs
 
-    def _find_what_is_cut(self) -> None:
+    def _find_batch_inputs(self) -> None:
         """Find the tensors with the batch if other dimensions have the size of the batch, too.
 
         Of several guesses with another batch size, the first that the model accepts is taken.
@@ -415,7 +415,7 @@ class _Inlined:
             found.setdefault(frozenset(group), [size // 2, 2 * size])
         return found
 
-    def _vary(self) -> list[Whole]:
+    def _vary_sizes(self) -> list[Whole]:
         """Run other sizes; returns the faults of modules that can be leaves instead.
 
         Sizes that could not be varied must be the sample's in every call.
@@ -432,16 +432,16 @@ class _Inlined:
                 except Exception:  # the model itself refuses this size
                     sizes.remove(size)
                     continue
-                faults, guards = self._unlike(others)
+                faults, guards = self._compare_runs(others)
                 faults += [fault for run in others.values() for fault in run.faults]
-                small = self._small(faults)
+                small = self._leafable(faults)
                 found += small
                 if small != faults:
                     pinned += faults
                     if not guards:
                         break
                     self.signature.free = free | group
-                    same = self._same_without(guards, tensors)
+                    same = self._needless(guards, tensors)
                     harmless |= {node: same and harmless.get(node, True) for node in guards}
                     continue
                 for mode, run in others.items() if number == 0 else ():
@@ -449,7 +449,7 @@ class _Inlined:
                 free |= group
                 break
             if number == 0 and not free:
-                faults, _ = self._unlike(self._run(self.tensors))
+                faults, _ = self._compare_runs(self._run(self.tensors))
                 if faults:  # not because of the size
                     return faults
                 at = "".join(f"\n  {line or what}" for _, line, what in pinned[:3])
@@ -465,7 +465,7 @@ class _Inlined:
                 node.meta["pure"] = same
         return found
 
-    def _unlike(self, others: dict[bool, Tracer]) -> tuple[list[Whole], list[fx.Node]]:
+    def _compare_runs(self, others: dict[bool, Tracer]) -> tuple[list[Whole], list[fx.Node]]:
         """Where other runs differ from the sample's, and the guards that refuse these runs.
 
         There are no guards if one of the differences would not be refused.
@@ -484,7 +484,7 @@ class _Inlined:
             faults, guards = faults + found, guards + own
         return faults, guards if noticed else []
 
-    def _same_without(self, guards: list[fx.Node], tensors: list[Tensor]) -> bool:
+    def _needless(self, guards: list[fx.Node], tensors: list[Tensor]) -> bool:
         """Whether layers without these guards match the model for a sample that the guards refuse.
 
         For example, a model may expand a tensor to the batch only if there are several samples.
@@ -499,7 +499,7 @@ class _Inlined:
         for node in guards:
             node.meta["pure"] = False
         with suppress(Exception):  # the model may refuse this size in another mode
-            return all(_compared(self.model, without, call, mode).same for mode in (True, False))
+            return all(_compare(self.model, without, call, mode).same for mode in (True, False))
         return False
 
     def _resized(self, group: _Group, size: int) -> list[Tensor]:
@@ -549,7 +549,7 @@ class _Inlined:
             "a model that takes it in dimension 0 (batch_first=True) and transposes inside"
         )
 
-    def _used_twice(self) -> Iterator[str]:
+    def _shared_norms(self) -> Iterator[str]:
         """Warnings for modules with running statistics that are called several times."""
         calls = Counter(n.target for n in self.runs[True].nodes if n.op == "call_module")
         for path in [str(path) for path, times in calls.items() if times > 1]:
@@ -607,7 +607,7 @@ class _Inlined:
                     )
 
 
-def _bar(name: str) -> Any:
+def _progress(name: str) -> Any:
     """A progress bar, if tqdm is installed, shown after two seconds."""
     try:
         from tqdm import tqdm
@@ -617,7 +617,7 @@ def _bar(name: str) -> Any:
     return tqdm(desc=desc, total=20, unit="run", delay=2, leave=False, disable=None)
 
 
-def _give_values(model: nn.Module) -> None:
+def _materialize(model: nn.Module) -> None:
     """Replace tensors on ``meta`` by tensors with values that take no memory.
 
     Small tensors are not zero, because some models decide by values (``if mask.all()``).
@@ -722,7 +722,7 @@ def _is_method(forward: Any, module: nn.Module) -> bool:
 
 def _check_layers(model: nn.Module, layers: Converted, call: _Arguments) -> None:
     for training in (True, False):
-        found = _compared(model, layers, call, training)
+        found = _compare(model, layers, call, training)
         if not found.same:
             outputs = [name for name in found.names if not name.startswith(_GRADIENT)]
             what = outputs[0] if outputs else found.names[-1]
@@ -737,7 +737,7 @@ def _check_layers(model: nn.Module, layers: Converted, call: _Arguments) -> None
             )
 
 
-def _compared(model: nn.Module, layers: nn.Module, call: _Arguments, training: bool) -> Comparison:
+def _compare(model: nn.Module, layers: nn.Module, call: _Arguments, training: bool) -> Comparison:
     """Compare outputs, buffers and, in training, gradients, with the same random numbers."""
     expected, actual = (
         restoring_module(module, lambda: values_of(module.train(training), call, training))  # noqa: B023

@@ -61,7 +61,7 @@ class Signature:
         sample, names = self._bound(args, kwargs), list(self.parameters.parameters)
         self._positional, self._given = {*names[: len(args)]}, {*names[: len(args)], *kwargs}
         self._refuse_lists_of_images(sample)
-        found = _named(sample)
+        found = _by_name(sample)
         self._sample = {at: Tensor if is_input(leaf) else leaf for at, leaf in found.items()}
         empty = unflatten(self._sample.values(), flatten(sample, batches=True)[1])
         self._structure = flatten(empty)[1]  # holds no tensors
@@ -123,7 +123,7 @@ class Signature:
 
     def call(self, tensors: Iterable[Tensor]) -> _Arguments:
         """The sample's arguments with copies of these tensors: models may write into them."""
-        return self.arguments(map_tensors(_copied, value) for value in tensors)
+        return self.arguments(map_tensors(_copies, value) for value in tensors)
 
     def arguments(self, values: Iterable[Any]) -> _Arguments:
         """The arguments of the sample, with its tensors replaced by these values."""
@@ -144,7 +144,7 @@ class Signature:
 
     def given(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
         """The tensors (or ``NoChunk``) in arguments; raises if the rest differs from the sample."""
-        found = _named(self._bound(args, kwargs))
+        found = _by_name(self._bound(args, kwargs))
         for name in {**self._sample, **found}:
             then, now = self._sample.get(name, ...), found.get(name, ...)
             if not (equal(then, now) or (then is Tensor and is_input(now))):
@@ -197,7 +197,7 @@ class Signature:
                 )
 
 
-def _named(arguments: dict[str, Any]) -> dict[str, Any]:
+def _by_name(arguments: dict[str, Any]) -> dict[str, Any]:
     """The leaves of arguments by their names in messages."""
     trees = (by_name(name, value, batches=True) for name, value in arguments.items())
     return {at: leaf for tree in trees for at, leaf in tree.items()}
@@ -219,7 +219,7 @@ def shape_of(value: Any) -> tuple[int, ...]:
     return tuple(value.shape) if isinstance(value, Tensor) else (samples_of(value) or 0,)
 
 
-def _copied(tensors: list[Tensor]) -> list[Tensor]:
+def _copies(tensors: list[Tensor]) -> list[Tensor]:
     return [t.detach().clone().requires_grad_(t.requires_grad) for t in tensors]
 
 
@@ -236,7 +236,7 @@ def _kind(tensor: Any) -> str:
 
 def call_input(layers: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """The input of the first layer for a call with these arguments."""
-    signature = _signature(layers)
+    signature = _signature_of(layers)
     if signature is not None:
         refresh(layers)
         return signature.packed(signature.given(args, kwargs))
@@ -245,7 +245,7 @@ def call_input(layers: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any])
     if kwargs.keys() - {"input"} or len(args) + len(kwargs) != 1:
         raise TypeError(
             f"a pipe takes one input, as an nn.Sequential does, and was given "
-            f"{len(args) + len(kwargs)} arguments ({', '.join([*map(_kind_of, args), *kwargs])}): "
+            f"{len(args) + len(kwargs)} arguments ({', '.join([*map(_type_of, args), *kwargs])}): "
             "put several into a tuple or a dict, pipe((x, mask)), which is the input of the first "
             "layer; Pipe(..., unpack=True) spreads it over the arguments of that"
         )
@@ -261,13 +261,13 @@ def refresh(layers: nn.Module) -> None:
 
 def batch_input(layers: nn.Module, input: Any) -> Any:
     """The input of the first layer for ``train_batch(input)``: a tuple or a dict is arguments."""
-    signature = _signature(layers)
+    signature = _signature_of(layers)
     return input if signature is None else signature.packed(signature.given_as_one(input))
 
 
 def call_arguments(layers: nn.Module, input: Any) -> _Arguments:
     """The arguments that call the layers themselves with an input of ``train_batch``."""
-    signature = _signature(layers)
+    signature = _signature_of(layers)
     if signature is None:
         return (input,), {}
     return signature.arguments(signature.given_as_one(input))
@@ -281,14 +281,14 @@ def common_outputs(layers: nn.Module) -> Collection[int]:
 
 def model_signature(layers: nn.Module) -> inspect.Signature | None:
     """The signature of the model that layers were converted from, or None."""
-    signature = _signature(layers)
+    signature = _signature_of(layers)
     return None if signature is None else signature.parameters
 
 
-def _signature(layers: nn.Module) -> Signature | None:
+def _signature_of(layers: nn.Module) -> Signature | None:
     first = next(iter(layers._modules.values()), None)
     return getattr(first, "_model_signature", None)
 
 
-def _kind_of(value: Any) -> str:
+def _type_of(value: Any) -> str:
     return type(value).__name__

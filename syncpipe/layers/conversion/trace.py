@@ -56,14 +56,14 @@ _GUARDED: dict[str, Any] = {
     **dict.fromkeys(("__bool__", "is_nonzero", "item"), operator.truth), "equal": torch.equal,
 }  # fmt: skip
 #: Functions that read values out of a tensor, write values into it, or walk its autograd graph.
-_READS = frozenset({"tolist", "numpy", "__array__", "untyped_storage", "storage", "__set__",
+_VALUE_ACCESS = frozenset({"tolist", "numpy", "__array__", "untyped_storage", "storage", "__set__",
                     "__complex__", "__delete__", "backward", "grad", "register_hook"})  # fmt: skip
 #: Attributes of ``nn.Module`` itself, whose reads are not recorded.
 _INTERNAL = frozenset({*vars(nn.Module), *vars(nn.Module())}) - {"training"}
 #: Target of the node for the device of a layer.
 DEVICE = "_device"
 #: Number of the last reads of dtypes that may be the source of a dtype argument.
-_READS_BACK = 64
+_DTYPE_READS = 64
 #: Operations of the first and last nodes of a trace.
 _ENDS = ("placeholder", "output")
 _TREES = (tuple, list, torch.Size, dict, slice)
@@ -85,7 +85,7 @@ class Whole(NamedTuple):
 
 
 @dataclasses.dataclass
-class _Written:
+class _Write:
     """An attribute that a forward sets, with its value before (``own``: of the instance)."""
 
     module: nn.Module
@@ -218,9 +218,9 @@ def _method(fn: Callable[..., Any], kind: str, *, swapped: bool = False) -> Call
 
 for _name in ("add", "sub", "mul", "floordiv", "truediv", "mod", "pow", "and_", "or_", "xor",
               "lshift", "rshift"):  # fmt: skip
-    _fn, _bare = getattr(operator, _name), _name.rstrip("_")
-    setattr(_Number, f"__{_bare}__", _method(_fn, "computes"))
-    setattr(_Number, f"__r{_bare}__", _method(_fn, "computes", swapped=True))
+    _fn, _op = getattr(operator, _name), _name.rstrip("_")
+    setattr(_Number, f"__{_op}__", _method(_fn, "computes"))
+    setattr(_Number, f"__r{_op}__", _method(_fn, "computes", swapped=True))
 for _kind, _fns in {
     "computes": (operator.neg, operator.abs, operator.pos),
     "compares": (operator.lt, operator.le, operator.gt, operator.ge, operator.eq, operator.ne),
@@ -293,31 +293,31 @@ class Tracer(TorchFunctionMode):
         self.modes: list[tuple[int, _Call, str]] = []
         self._watched = {id(module): path for module, path in paths.items()}
         self._numbers, self._dtypes = dict[str, Any](), list[tuple[torch.dtype, fx.Node]]()
-        self._written: dict[tuple[int, str], _Written] = {}
+        self._writes: dict[tuple[int, str], _Write] = {}
         self._nodes: dict[int, fx.Node] = {}
-        self._off, self._thread = False, threading.get_ident()
-        self._mode, self._drawn = _mode(self._device), random.getstate()
+        self._paused, self._thread = False, threading.get_ident()
+        self._mode, self._python_random = _mode(self._device), random.getstate()
         for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
-            self._place("get_attr", name, key=("attribute", name), value=tensor)
-        self._where = self._place("get_attr", DEVICE, key=("device", DEVICE))
+            self._add("get_attr", name, key=("attribute", name), value=tensor)
+        self._device_node = self._add("get_attr", DEVICE, key=("device", DEVICE))
         inputs = [leaf for leaf in flatten((args, kwargs), batches=True)[0] if is_input(leaf)]
         self._batches = {id(leaf): leaf for leaf in inputs if batch_kind(leaf)}
         for name, value in zip(names, inputs, strict=True):
-            node = self._place("placeholder", name, key=("input", name), value=value)
+            node = self._add("placeholder", name, key=("input", name), value=value)
             if batch_kind(value):
-                self._enter(value, node)
+                self._add_batch(value, node)
         with _tracing_lock, ExitStack() as stack:
             self._stack = stack
-            for replaced in list(self._replaced()):
+            for replaced in list(self._patches()):
                 stack.enter_context(patch.object(*replaced))
             stack.enter_context(torch.enable_grad())
             stack.enter_context(self)
             self.result = model(*args, **kwargs)
             output = self._lift(self.result)
-            self._off = True
-            self._put_back()
-        node = self._place("output", "output", (output,), key=("output",))
-        node.meta.update(line="", common=self._common())
+            self._paused = True
+            self._restore()
+        node = self._add("output", "output", (output,), key=("output",))
+        node.meta.update(line="", common=self._constant_outputs())
         self.nodes = [node for node in self._graph.nodes if node.op != "get_attr"]
 
     @property
@@ -360,29 +360,29 @@ class Tracer(TorchFunctionMode):
 
     # Functions that are patched during a trace
 
-    def _replaced(self) -> Iterator[tuple[Any, str, Any]]:
+    def _patches(self) -> Iterator[tuple[Any, str, Any]]:
         """The patches: object, name, replacement."""
         for cls in {cls for module in self._paths for cls in type(module).__mro__}:
-            for name, replaced in ("__call__", self._calling), ("__setattr__", self._setting):
+            for name, replaced in ("__call__", self._trace_call), ("__setattr__", self._trace_set):
                 if issubclass(cls, nn.Module) and name in cls.__dict__:
                     yield cls, name, replaced(cls.__dict__[name])
         for cls in {type(module) for module in self._paths}:
-            yield cls, "__getattribute__", self._reading(cls.__getattribute__)
+            yield cls, "__getattribute__", self._trace_get(cls.__getattribute__)
         for cls in {type(batch) for batch in self._batches.values()}:
-            yield cls, "__getattribute__", self._reading_batch(cls.__getattribute__)
+            yield cls, "__getattribute__", self._trace_batch(cls.__getattribute__)
             for name in ("__setattr__", "__setitem__"):
                 if hasattr(cls, name):
-                    yield cls, name, self._setting_batch(getattr(cls, name))
-        apply = self._applying(torch.autograd.Function.__dict__["apply"])
+                    yield cls, name, self._refuse_batch_set(getattr(cls, name))
+        apply = self._trace_apply(torch.autograd.Function.__dict__["apply"])
         yield torch.autograd.Function, "apply", classmethod(apply)
         script: Any = torch.jit.ScriptFunction
-        yield script, "__call__", self._scripting(script.__call__)
+        yield script, "__call__", self._trace_script(script.__call__)
         for of, name, cached in cached_functions():
             yield of, name, self._uncached(cached)
         yield builtins, "len", self._len
         yield nn.TransformerEncoder, "forward", _encode
         for of, name in _DECIDING:
-            yield of, name, self._deciding(getattr(of, name))
+            yield of, name, self._trace_decision(getattr(of, name))
         if hasattr(torch.compiler, "_is_compiling_flag"):
             # Libraries skip checks of values while they are compiled.
             yield torch.compiler, "_is_compiling_flag", True
@@ -390,9 +390,9 @@ class Tracer(TorchFunctionMode):
     @property
     def idle(self) -> bool:
         """Whether nothing is recorded: within an operation, and in other threads."""
-        return self._off or threading.get_ident() != self._thread
+        return self._paused or threading.get_ident() != self._thread
 
-    def _calling(self, call: Callable[..., Any]) -> Callable[..., Any]:
+    def _trace_call(self, call: Callable[..., Any]) -> Callable[..., Any]:
         def called(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
             if self.idle or module not in self._paths:
                 return call(module, *args, **kwargs)
@@ -414,20 +414,20 @@ class Tracer(TorchFunctionMode):
 
         return called
 
-    def _reading(self, get: Callable[..., Any]) -> Callable[..., Any]:
+    def _trace_get(self, get: Callable[..., Any]) -> Callable[..., Any]:
         def read(owner: Any, key: str) -> Any:
             if self.idle or key[:2] == "__" or id(owner) not in self._watched:
                 return get(owner, key)
             try:
                 value = get(owner, key)
             except AttributeError:
-                self._note(owner, key)
+                self._add_read(owner, key)
                 raise
-            return self._note(owner, key, value)
+            return self._add_read(owner, key, value)
 
         return read
 
-    def _note(self, owner: Any, key: str, value: Any = MISSING) -> Any:
+    def _add_read(self, owner: Any, key: str, value: Any = MISSING) -> Any:
         """Record that an attribute was read; returns its value, a float with its node."""
         module, path = isinstance(owner, nn.Module), self._watched[id(owner)]
         if key == "training" and module:
@@ -439,7 +439,7 @@ class Tracer(TorchFunctionMode):
         ):
             return value
         # The reads inside of properties and methods are recorded themselves.
-        written = self._written.get((id(owner), key))
+        written = self._writes.get((id(owner), key))
         if written is not None:
             written.read_again = True
         if attribute(owner, key) is not value or written is not None:
@@ -450,33 +450,33 @@ class Tracer(TorchFunctionMode):
             return value
         if type(value) is float:
             if name not in self._numbers:
-                node = self._place("get_attr", name, key=("number", name))
+                node = self._add("get_attr", name, key=("number", name))
                 node.meta["reads"] = frozenset({name})
                 self._numbers[name] = self._number(node, value)
             return self._numbers[name]
-        self._watch(value, name)
+        self._add_object(value, name)
         return value
 
-    def _enter(self, value: Any, node: fx.Node) -> None:
+    def _add_batch(self, value: Any, node: fx.Node) -> None:
         """Make nodes for the tensors in a batch of a registered class, read by the first layer."""
         for get, key, entry in entries(value):
             path = (*node.meta["key"], key)
             if isinstance(entry, Tensor):
-                self._place("call_function", get, (node, key), key=path, value=entry)
+                self._add("call_function", get, (node, key), key=path, value=entry)
             elif isinstance(entry, (tuple, list, dict)):
-                self._enter(entry, self._place("call_function", get, (node, key), key=path))
+                self._add_batch(entry, self._add("call_function", get, (node, key), key=path))
 
-    def _reading_batch(self, get: Callable[..., Any]) -> Callable[..., Any]:
+    def _trace_batch(self, get: Callable[..., Any]) -> Callable[..., Any]:
         """Record numbers and tensors that a batch of a registered class computes as attributes."""
 
         def read(batch: Any, key: str) -> Any:
             if self.idle or key[:1] == "_" or id(batch) not in self._batches:
                 return get(batch, key)
-            self._off = True
+            self._paused = True
             try:
                 value = get(batch, key)
             finally:
-                self._off = False
+                self._paused = False
             if type(value) not in (int, float) and not isinstance(value, Tensor):
                 return value
             if id(value) in self._nodes:
@@ -484,15 +484,15 @@ class Tracer(TorchFunctionMode):
             node = self._nodes[id(batch)]
             with self._graph.inserting_after(node):
                 key_of = (*node.meta["key"], key)
-                found = self._place("call_function", getattr, (node, key), key=key_of)
+                found = self._add("call_function", getattr, (node, key), key=key_of)
             if isinstance(value, Tensor):
-                self._know(value, found)
+                self._set(value, found)
                 return value
             return self._number(found, value)
 
         return read
 
-    def _setting_batch(self, put: Callable[..., Any]) -> Callable[..., Any]:
+    def _refuse_batch_set(self, put: Callable[..., Any]) -> Callable[..., Any]:
         def written(batch: Any, key: Any, value: Any) -> None:
             if not self.idle and id(batch) in self._batches:
                 self._fault(f"its forward sets {key} of a {type(batch).__name__} that it was given")
@@ -500,7 +500,7 @@ class Tracer(TorchFunctionMode):
 
         return written
 
-    def _watch(self, value: Any, name: str) -> None:
+    def _add_object(self, value: Any, name: str) -> None:
         """Record reads from an object that is an attribute (for example a config)."""
         kind = type(value)
         if id(value) in self._watched or not hasattr(value, "__dict__") or callable(value):
@@ -508,39 +508,39 @@ class Tracer(TorchFunctionMode):
         if isinstance(value, (type, Tensor, enum.Enum)) or kind.__module__.startswith("torch"):
             return
         with suppress(TypeError):  # a type that cannot be patched
-            get = patch.object(kind, "__getattribute__", self._reading(kind.__getattribute__))
+            get = patch.object(kind, "__getattribute__", self._trace_get(kind.__getattribute__))
             self._watched[id(value)] = name
             self._stack.enter_context(get)
 
-    def _setting(self, put: Callable[..., Any]) -> Callable[..., Any]:
+    def _trace_set(self, put: Callable[..., Any]) -> Callable[..., Any]:
         def written(module: nn.Module, key: str, value: Any) -> None:
             if not self.idle and module in self._paths:
-                self._write(module, key, value)
+                self._add_write(module, key, value)
             put(module, key, value)
 
         return written
 
-    def _write(self, module: nn.Module, key: str, value: Any) -> None:
+    def _add_write(self, module: nn.Module, key: str, value: Any) -> None:
         """Record that an attribute is set."""
         path = self._paths[module]
         name, at = ".".join(filter(None, (path, key))), (id(module), key)
-        if self._is_whole(path):
+        if self._in_leaf(path):
             if not alike(value, attribute(module, key)):
                 self._fault(f"its forward sets {name}, of a module that is called as it is")
-        elif at not in self._written:
+        elif at not in self._writes:
             before, fault = attribute(module, key), f"its forward sets the attribute {name}"
             whole = Whole(self._call[-1][1], line_in_model(), fault)
             own = key in vars(module)
-            self._written[at] = _Written(module, key, before, own, name in self.reads, whole)
+            self._writes[at] = _Write(module, key, before, own, name in self.reads, whole)
 
-    def _put_back(self) -> None:
+    def _restore(self) -> None:
         """Restore the attributes that the forward has set, because layers do not set them.
 
         That is a fault, unless the value is unchanged, or is read only after it was set.
         """
-        for each in self._written.values():
+        for each in self._writes.values():
             now = attribute(each.module, each.key)
-            same = not self._of_input(now) and alike(now, each.before)
+            same = not self._from_input(now) and alike(now, each.before)
             if not same and (each.read_before or not each.read_again):
                 self.faults.append(each.fault)
             if each.own:
@@ -548,7 +548,7 @@ class Tracer(TorchFunctionMode):
             else:
                 vars(each.module).pop(each.key, None)
 
-    def _of_input(self, value: Any) -> bool:
+    def _from_input(self, value: Any) -> bool:
         """Whether a value depends on the arguments of the model."""
         nodes = [
             each.node if isinstance(each, _Number) else self._nodes.get(id(each))
@@ -556,14 +556,14 @@ class Tracer(TorchFunctionMode):
         ]
         return any(node.meta["of_input"] for node in nodes if node is not None)
 
-    def _common(self) -> frozenset[int]:
+    def _constant_outputs(self) -> frozenset[int]:
         """Indices of the output tensors that do not depend on the arguments of the model."""
         leaves = enumerate(flatten(self.result, batches=True)[0])
         return frozenset(
-            k for k, leaf in leaves if isinstance(leaf, Tensor) and not self._of_input(leaf)
+            k for k, leaf in leaves if isinstance(leaf, Tensor) and not self._from_input(leaf)
         )
 
-    def _applying(self, apply: Any) -> Callable[..., Any]:
+    def _trace_apply(self, apply: Any) -> Callable[..., Any]:
         def applied(cls: Any, *args: Any, **kwargs: Any) -> Any:
             own = apply.__get__(None, cls)
             if self.idle:
@@ -576,7 +576,7 @@ class Tracer(TorchFunctionMode):
 
         return applied
 
-    def _scripting(self, call: Callable[..., Any]) -> Callable[..., Any]:
+    def _trace_script(self, call: Callable[..., Any]) -> Callable[..., Any]:
         def called(function: Any, *args: Any, **kwargs: Any) -> Any:
             if self.idle:
                 return call(function, *args, **kwargs)
@@ -600,7 +600,7 @@ class Tracer(TorchFunctionMode):
             return value.shape[0]
         return _len(value)
 
-    def _deciding(self, fn: Callable[..., Any]) -> Callable[..., Any]:
+    def _trace_decision(self, fn: Callable[..., Any]) -> Callable[..., Any]:
         """A function that decides by the values of a tensor, as one node."""
         target = Function(fn, fn.__name__.lstrip("_"))
 
@@ -615,7 +615,7 @@ class Tracer(TorchFunctionMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
-        if self._off:
+        if self._paused:
             return func(*args, **kwargs)
         name = getattr(func, "__name__", "")
         attribute = name == "__get__"
@@ -625,14 +625,14 @@ class Tracer(TorchFunctionMode):
             node = self._nodes.get(id(args[0]))
             if node is None or node.op == "get_attr":  # sizes of parameters are constant
                 return func(*args, **kwargs)
-        if name in _READS:
+        if name in _VALUE_ACCESS:
             self._fault(f"Python takes values out of a tensor, or puts them in ({name})")
         decides = name in _DECIDES or (name == "item" and args[0].dtype is torch.bool)
-        if decides and (ask := _GUARDED.get(name)) and self._of_flags(args):
+        if decides and (ask := _GUARDED.get(name)) and self._from_flags(args):
             return self._guarded(ask, args)
         if decides:
             self._fault("what it does next depends on the values in a tensor")
-        if decides or name in _CONSTANT or name in _READS:
+        if decides or name in _CONSTANT or name in _VALUE_ACCESS:
             return func(*map_tree(plain, args), **kwargs)
         if name == "dtype" and (node := self._nodes.get(id(args[0]))) is not None:
             self._dtypes.append((func(*args), node))
@@ -641,13 +641,13 @@ class Tracer(TorchFunctionMode):
             return self._perform("call_function", getattr, lambda x, _: func(x), given, {})
         own: Any = getattr(Tensor, name, None)
         if own is not func:
-            return self._perform("call_function", _named(func), func, args, kwargs)
+            return self._perform("call_function", _printable(func), func, args, kwargs)
         written: Any = getattr(operator, name, None)  # fx prints it as an operator
         if written is not None and not kwargs:
             return self._perform("call_function", written, func, args, {})
         return self._perform("call_method", name, func, args, kwargs)
 
-    def _of_flags(self, tensors: Any) -> bool:
+    def _from_flags(self, tensors: Any) -> bool:
         """Whether values depend only on integers and flags in the arguments of the model.
 
         Decisions by these (ids and masks) are equal in most calls.
@@ -665,12 +665,12 @@ class Tracer(TorchFunctionMode):
 
     def _guarded(self, ask: Callable[..., bool], args: Any) -> bool:
         """A decision by values, with a guard that repeats it in each call."""
-        given, self._off = self._lift(args), True
+        given, self._paused = self._lift(args), True
         value = ask(*args)
-        self._off = False
-        node = self._place("call_function", Function(ask, ask.__name__), given)
+        self._paused = False
+        node = self._add("call_function", Function(ask, ask.__name__), given)
         node.meta["value"] = value
-        self._place("call_function", guard, (node, value, line_in_model()))
+        self._add("call_function", guard, (node, value, line_in_model()))
         return value
 
     # Nodes
@@ -688,40 +688,40 @@ class Tracer(TorchFunctionMode):
         elif target == "to" and type(args[-1]) is str:
             args = (*args[:-1], torch.device(args[-1]))
         given = self._lift(args), self._lift(named)
-        tensors, self._off = tensors_in((args, kwargs)), True
+        tensors, self._paused = tensors_in((args, kwargs)), True
         versions = [None if tensor.is_inference() else tensor._version for tensor in tensors]
         mode, start = _mode(self._device), time.thread_time()
         try:
             result = fn(*map_tree(plain, args), **map_tree(plain, kwargs))
         finally:
-            self._off = False
-        seconds, self._drawn = time.thread_time() - start, random.getstate()
+            self._paused = False
+        seconds, self._python_random = time.thread_time() - start, random.getstate()
         written = [
             t for t, v in zip(tensors, versions, strict=True) if v is not None and v != t._version
         ]
-        counts = any(_counts(leaf) for leaf in flatten(result)[0])
+        counts = any(_varies(leaf) for leaf in flatten(result)[0])
         if op != "call_module" and not (written or isinstance(target, Function)):
             lone = not any(isinstance(leaf, fx.Node) for leaf in flatten(given)[0])
-            lone |= target is getattr and not _counts(result)
+            lone |= target is getattr and not _varies(result)
             if not counts or (lone and not tensors_in(result)):
                 return result
-        node = self._place(op, target, *given)
+        node = self._add(op, target, *given)
         node.meta.update(seconds=seconds, writes=bool(written))
         if (dtype := _dtype_of(node)) is not None:
-            node.meta["dtypes"] = [n for d, n in self._dtypes[:-_READS_BACK:-1] if d is dtype]
+            node.meta["dtypes"] = [n for d, n in self._dtypes[:-_DTYPE_READS:-1] if d is dtype]
         if mode != self._mode:
             self._fault("the model runs this under another mode (autocast, inference_mode)")
         if op != "call_module" and type(result) in (tuple, list):
-            self._place("call_function", _pieces, (node, len(result), line_in_model()))
-        return self._known(node, result, written)
+            self._add("call_function", _pieces, (node, len(result), line_in_model()))
+        return self._with_nodes(node, result, written)
 
-    def _known(self, node: fx.Node, result: Any, written: list[Tensor]) -> Any:
+    def _with_nodes(self, node: fx.Node, result: Any, written: list[Tensor]) -> Any:
         """Register the result of a node, and return it with nodes for its numbers."""
         if isinstance(result, Tensor):
             if id(result) in self._nodes and not any(result is tensor for tensor in written):
                 result = _alias(result)  # the function returned its argument
         elif isinstance(result, (int, float)) and (
-            _counts(result) or isinstance(node.target, Function)
+            _varies(result) or isinstance(node.target, Function)
         ):
             node.meta["pure"] = node.op != "call_module"
             return self._number(node, result)
@@ -732,7 +732,7 @@ class Tracer(TorchFunctionMode):
         if old is None and isinstance(result, tuple):  # of PyTorch's own
             old = dict(enumerate(result))
         if old is None:
-            self._know(result, node)
+            self._set(result, node)
             return result
         named = dataclasses.is_dataclass(result) or hasattr(result, "_fields")
         get = getattr if named else operator.getitem
@@ -740,15 +740,15 @@ class Tracer(TorchFunctionMode):
         new = {}
         for at, value in old.items():
             key = (*node.meta["key"], at)
-            part = self._place("call_function", get, (node, at), key=key)
-            new[at] = self._known(part, value, written)
+            part = self._add("call_function", get, (node, at), key=key)
+            new[at] = self._with_nodes(part, value, written)
         if all(new[at] is value for at, value in old.items()):
             return result
         if type(result) in (tuple, list, torch.Size):
             return type(result)(new.values())
         return new if type(result) is dict else result
 
-    def _place(
+    def _add(
         self,
         op: str,
         target: Any,
@@ -774,10 +774,10 @@ class Tracer(TorchFunctionMode):
         )  # fmt: skip
         self.steps[call] += key is None
         if value is not None:
-            self._know(value, node)
+            self._set(value, node)
         return node
 
-    def _know(self, value: Any, node: fx.Node) -> None:
+    def _set(self, value: Any, node: fx.Node) -> None:
         node.meta["value"] = value
         self._nodes[id(value)] = node
 
@@ -791,7 +791,7 @@ class Tracer(TorchFunctionMode):
 
     def computed(self, fn: Callable[..., Any], args: tuple[Any, ...], value: Any) -> Any:
         """Make the node of a number that was computed from others."""
-        node = self._place("call_function", fn, self._lift(args), pure=True)
+        node = self._add("call_function", fn, self._lift(args), pure=True)
         of = [used.meta["reads"] for used in node.all_input_nodes]
         node.meta["reads"] = frozenset().union(*of) if all(of) else frozenset()
         return self._number(node, value)
@@ -801,31 +801,31 @@ class Tracer(TorchFunctionMode):
         if reads := number.node.meta["reads"]:
             self.decisive |= reads
             return
-        self._place("call_function", guard, (number.node, plain(number), line_in_model()))
+        self._add("call_function", guard, (number.node, plain(number), line_in_model()))
 
     # Arguments
 
     def _lift(self, tree: Any) -> Any:
         """A tree of values with each value replaced by its node."""
-        return map_tree(self._lifted, tree, self._built)
+        return map_tree(self._lifted, tree, self._build)
 
-    def _built(self, cls: type, args: tuple[Any, ...], kwargs: dict[str, Any]) -> fx.Node:
+    def _build(self, cls: type, args: tuple[Any, ...], kwargs: dict[str, Any]) -> fx.Node:
         """A node that makes a dataclass, named tuple or mapping."""
-        return self._place("call_function", _named(cls), args, kwargs, pure=True)
+        return self._add("call_function", _printable(cls), args, kwargs, pure=True)
 
     def _lifted(self, leaf: Any) -> Any:
         if isinstance(leaf, _Number):
             return leaf.node
         if isinstance(leaf, torch.device):
             same = {(leaf.type, leaf.index), (leaf.type, leaf.index or 0)} & self._devices
-            return self._where if same or leaf == torch.device(self._device.type) else leaf
+            return self._device_node if same or leaf == torch.device(self._device.type) else leaf
         if isinstance(leaf, PLAIN) and not isinstance(leaf, enum.Enum):
             return float(leaf) if isinstance(leaf, float) else leaf  # NumPy's are floats, too
         if id(leaf) in self._nodes:
             return self._nodes[id(leaf)]
         module = leaf.__self__ if isinstance(leaf, MethodType) else leaf
         if isinstance(module, nn.Module) and module in self._paths:
-            return self._handed_on(leaf, module, self._paths[module])
+            return self._module_node(leaf, module, self._paths[module])
         if isinstance(leaf, nn.Module) or (isinstance(leaf, Tensor) and leaf.requires_grad):
             self._fault(f"a {type(leaf).__name__} that is no part of the model is used")
         by_value = not isinstance(leaf, Tensor)  # so equal objects have one name in every run
@@ -833,26 +833,26 @@ class Tracer(TorchFunctionMode):
         found = (n for n, old in known if old is leaf or (by_value and equal(old, leaf)))
         name = next(found, f"_{type(leaf).__name__}_{len(known)}")
         self._objects.setdefault(name, leaf)
-        return self._place("get_attr", name, key=("object", name), value=leaf)
+        return self._add("get_attr", name, key=("object", name), value=leaf)
 
-    def _handed_on(self, leaf: Any, module: nn.Module, path: str) -> fx.Node:
+    def _module_node(self, leaf: Any, module: nn.Module, path: str) -> fx.Node:
         """The node of a module, or of its method, that is an argument of a call."""
-        inside = self._is_whole(path)
+        inside = self._in_leaf(path)
         if not inside or leaf is not module:
             owner = self._call[-1][1] if inside else path
             what = f"{path or 'the model'} (or a method of it) is handed to what calls it by itself"
             self.faults.append(Whole(owner, line_in_model(), what))
-        return self._place("get_attr", path, key=("module", path), value=module)
+        return self._add("get_attr", path, key=("module", path), value=module)
 
-    def _is_whole(self, path: str) -> bool:
+    def _in_leaf(self, path: str) -> bool:
         """Whether a module is a leaf module or inside one."""
         return any(f"{path}.".startswith(f"{leaf}.") for leaf in self._leaves)
 
     def _check_draws(self) -> None:
         state = random.getstate()
-        if state != self._drawn:
+        if state != self._python_random:
             self._fault("what it does next depends on Python's random numbers")
-            self._drawn = state
+            self._python_random = state
 
     def _fault(self, what: str) -> None:
         self.faults.append(Whole(self._call[-1][1], line_in_model(), what))
@@ -887,14 +887,14 @@ def _dtype_of(node: fx.Node) -> torch.dtype | None:
     return next((dtype for dtype in found if dtype.is_floating_point), None)
 
 
-def _counts(leaf: Any) -> bool:
+def _varies(leaf: Any) -> bool:
     """Whether a result may depend on the batch or on values."""
     return not isinstance(leaf, PLAIN) or (
         type(leaf) is not bool and isinstance(leaf, (int, float))
     )
 
 
-def _named(fn: Any) -> Any:
+def _printable(fn: Any) -> Any:
     """A callable that fx can print: itself if it has a name in torch, else a ``Function``."""
     try:
         path = fx.node._get_qualified_name(fn)
