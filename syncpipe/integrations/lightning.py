@@ -54,13 +54,11 @@ class PipeStrategy(SingleDeviceStrategy):  # type: ignore[misc]
 
     @property
     def root_device(self) -> torch.device:
-        """The device of batches."""
         module: nn.Module | None = self._lightning_module
         pipes = [] if module is None else [m for m in module.modules() if isinstance(m, Pipe)]
         return pipes[0].devices[0] if pipes else self._root_device
 
     def model_to_device(self) -> None:
-        """Move the modules outside pipes."""
         device, found = self.root_device, list(_outside(self.model))
         if all(map(_has_no_pipe, found)):
             raise TypeError(

@@ -133,7 +133,6 @@ class PipedForward:
         self.model.forward = MethodType(forward, self.model)
 
     def remove(self) -> None:
-        """Restore the model's own ``forward``."""
         del self.model.forward
         if self._before is not None:
             self.model.forward = self._before
@@ -157,7 +156,7 @@ class PipedForward:
                 lambda: (self.own(**{**few, "num_items_in_batch": n})["loss"] for n in (1, 2)),
             )
         self._sample = {name: _invariant(value) for name, value in sample.items()}
-        self._adapters = _adapters(self.model)
+        self._adapters = _active_adapters(self.model)
 
     def use(self, pipe: Pipe) -> None:
         """Run calls like the sample in ``pipe`` from now on."""
@@ -176,7 +175,7 @@ class PipedForward:
 
     @contextmanager
     def intercepting(self) -> Iterator[None]:
-        """Context in which a call of the model raises :class:`_Called`."""
+        """Context in which a call of the model raises :class:`_ModelCall`."""
         self._intercepts = True
         try:
             yield
@@ -204,7 +203,7 @@ class PipedForward:
         for name, then in self._sample.items():
             if (now := _invariant(inputs[name])) is not then and now != then:
                 return f"{name!r} is {_shown(now)}, and was {_shown(then)}"
-        return "other adapters are active" if _adapters(self.model) != self._adapters else ""
+        return "other adapters are active" if _active_adapters(self.model) != self._adapters else ""
 
     def ready(self, inputs: dict[str, Any]) -> dict[str, Any]:
         """Move the inputs of a call to the first device, and set the pipe to the model's mode."""
@@ -282,8 +281,7 @@ def _shown(value: Any) -> str:
     return "a tensor" if value is Tensor else repr(value)
 
 
-def _adapters(model: Any) -> list[Any]:
-    """The active adapters of each peft layer."""
+def _active_adapters(model: Any) -> list[Any]:
     return [
         (module.disable_adapters, list(module.active_adapters))
         for module in model.modules()
@@ -427,7 +425,6 @@ class _Pipelined:
         return not any(names & vars(kind).keys() for kind in before if kind is not _Pipelined)
 
     def _prepare_pipe(self: Any, inputs: Any = None) -> None:
-        """Make the pipe of the model, before its first batch."""
         if self._forward is not None and self._forward.model is self.model:
             return
         model = self.model
@@ -446,7 +443,6 @@ class _Pipelined:
         self.pipe, self._forward = pipe, forward
 
     def _make_pipes(self: Any, forward: PipedForward, inputs: Any) -> Pipe:
-        """Make the pipe of the model, and of the reference model if there is one."""
         model, size = self.model, self.args.per_device_train_batch_size
         loss_model = LossModel(model, shifts=self._loss_shifts_labels)
         batches = [inputs] if self.train_dataset is None else self.get_train_dataloader()
@@ -511,10 +507,8 @@ class _Pipelined:
 
     def _optimizer(self: Any) -> Any:
         """The function that makes the optimizer, for planning its memory."""
-        if self.optimizer is not None:
-            made = getattr(
-                self.optimizer, "optimizer", self.optimizer
-            )  # accelerate's has it inside
+        if (made := self.optimizer) is not None:
+            made = getattr(made, "optimizer", made)  # inside of accelerate's wrapper
             own: Any = type(made)
             return partial(own, **made.defaults)
         kind, options = self.get_optimizer_cls_and_kwargs(self.args, self.model)

@@ -292,7 +292,6 @@ class Function(nn.Module):
                 )
 
     def forward(self, input: Any) -> Any:
-        """Call the function."""
         return self.function(input)
 
     def extra_repr(self) -> str:
@@ -311,7 +310,6 @@ def _name_of(function: Any) -> str:
 
 
 def _innermost(function: Any) -> Any:
-    """The function inside any ``partial``."""
     while isinstance(function, partial):
         function = function.func
     return function
@@ -353,7 +351,6 @@ class Initialization:
 
     @classmethod
     def checked(cls, module: nn.Sequential, init_fn: Any, seed: Any) -> Initialization:
-        """Check the arguments of a pipe."""
         if init_fn is not None and not callable(init_fn):
             raise TypeError(f"init_fn={init_fn!r}: must be a function that initialises a module")
         if seed is not None:
@@ -597,7 +594,6 @@ def give_values(
 
 
 def waiting(module: nn.Module) -> list[Tensor]:
-    """The tensors of a module that are on ``meta``."""
     return [tensor for *_, tensor in places_of(module) if tensor.is_meta]
 
 

@@ -129,7 +129,6 @@ def _check_tie(tie: Tie, partitions: Sequence[nn.Module]) -> None:
 
 
 def check_replicas(ties: Sequence[Tie], replicas: Sequence[int]) -> None:
-    """Raise if a tie is in a stage with replicas."""
     for tie in ties:
         for j in tie.stages:
             if replicas[j] > 1:

@@ -390,9 +390,7 @@ class _Check:
         if check is not None:
             for i, output in enumerate(kept):
                 check.keep(i, output, source.peek_target(i))
-        self._loss_run = partial(
-            run.seeded, len(self._layers)
-        )  # draws in pipe(x) what it does here
+        self._loss_run = partial(run.seeded, len(self._layers))  # pipe(x) draws the same
         roots = self._roots(objective, source, outputs)
         self._find_leaves(roots, inputs)
         for i in order:

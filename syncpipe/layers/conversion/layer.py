@@ -407,7 +407,6 @@ class ConvertedLayer(Holder):
         return super().__getstate__()
 
     def _code(self) -> _Code:
-        """The code for the current mode of the modules."""
         if not self._modes:
             return self._codes[0 if self.training else 1]
         modes = {path: self._find(path).training for path in self._modes}
@@ -438,7 +437,6 @@ class ConvertedLayer(Holder):
             self.hold(model, path)
 
     def hold(self, model: nn.Module, path: str) -> None:
-        """Register a module, parameter or buffer of the model at its path."""
         at: nn.Module = self
         *way, name = path.split(".")
         for k, part in enumerate(way, 1):
@@ -513,8 +511,7 @@ class ModelNames(nn.Module):
         layer = self._modules.get(name.partition(".")[0])
         return layer if isinstance(layer, ConvertedLayer) else None
 
-    def _in_order(self, named: dict[str, Any], of_state: bool) -> dict[str, Any]:
-        """``named`` in the order of the model."""
+    def _in_model_order(self, named: dict[str, Any], of_state: bool) -> dict[str, Any]:
         layer = next(filter(None, map(self._layer, self._modules)), None)
         order = [] if layer is None else filter(named.__contains__, layer._names[of_state])
         return {name: named[name] for name in dict.fromkeys([*order, *named])}
@@ -538,7 +535,7 @@ class ModelNames(nn.Module):
         remove_duplicate: bool = True,
     ) -> Iterator[tuple[str, Any]]:
         named, seen = dict(super()._named_members(members, "", recurse, False)), set[Any]()
-        for name, value in self._in_order(named, of_state=False).items():
+        for name, value in self._in_model_order(named, of_state=False).items():
             if not (remove_duplicate and value in seen):
                 yield f"{prefix}.{name}" if prefix else name, value
             seen.add(value)
@@ -584,7 +581,7 @@ def _rename_saved(module: ModelNames, state_dict: Any, prefix: str, _: Any) -> N
                 named[name] = value
             elif "." in name:  # the layer itself is no module of the model
                 named[name.partition(".")[2]] = value
-        own.update((prefix + k, v) for k, v in module._in_order(named, of_state=True).items())
+        own.update((prefix + k, v) for k, v in module._in_model_order(named, of_state=True).items())
 
 
 _clean_messages._syncpipe_own = True  # type: ignore[attr-defined]

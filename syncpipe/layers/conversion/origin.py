@@ -51,7 +51,6 @@ class Read(NamedTuple):
     value: Any
 
     def now(self) -> Any:
-        """The current value."""
         return attribute(self.owner, self.key)
 
 
@@ -137,7 +136,6 @@ class Origin:
                 own[name] = self._known[k] = getattr(there, kind)[name]
 
     def follow_numbers(self) -> None:
-        """Give the layers the current numbers."""
         numbers = {name: read.now() for name, read in self.numbers.items()}
         for name, number in numbers.items():
             if type(number) not in (int, float):

@@ -85,7 +85,6 @@ class Converted(ModelNames, nn.Sequential):
 
     @property
     def origin(self) -> Origin:
-        """What the layers share with the model."""
         first: Any = self[0]
         return first._origin  # type: ignore[no-any-return]
 
@@ -231,7 +230,6 @@ class _Conversion:
             )
 
     def layers(self) -> Converted:
-        """The layers, from the traces."""
         runs = [self.runs[True], self.runs[False]]
         inlined = {
             path: module
@@ -360,7 +358,6 @@ class _Conversion:
         return not path or 2 * inside > len(self._owners)
 
     def _leafable(self, faults: list[Whole]) -> list[Whole]:
-        """The faults of modules that can be leaves."""
         return [fault for fault in faults if not self._holds_most(fault.path)]
 
     def _writes(self, state: State) -> Iterator[Whole]:
@@ -665,7 +662,6 @@ def differences(a: Tracer, b: Tracer) -> list[Whole]:
 
 
 def _reason(pair: list[fx.Node]) -> str:
-    """The difference, for messages."""
     one, two = pair[0], pair[-1]
     for a, b in zip(one.all_input_nodes, two.all_input_nodes, strict=False):
         if a.meta["key"][0] == b.meta["key"][0] == "object" and a.target != b.target:

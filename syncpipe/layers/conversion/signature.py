@@ -117,7 +117,6 @@ class Signature:
         return dict(bound.arguments)
 
     def shown(self, tensors: list[Tensor]) -> str:
-        """The names and shapes of tensors, for messages."""
         pairs = zip(self.names, tensors, strict=True)
         return ", ".join(f"{name}: {described(tensor)}" for name, tensor in pairs)
 

@@ -521,7 +521,6 @@ class Tracer(TorchFunctionMode):
         return written
 
     def _add_write(self, module: nn.Module, key: str, value: Any) -> None:
-        """Record that an attribute is set."""
         path = self._paths[module]
         name, at = ".".join(filter(None, (path, key))), (id(module), key)
         if self._in_leaf(path):
