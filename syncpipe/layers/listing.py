@@ -140,8 +140,8 @@ class LayerSpec(nn.Module):
         if isinstance(typename, nn.Module) or not callable(typename):
             raise TypeError(
                 f"{kind}({_brief(typename)}): the first argument must be a class of modules, or a "
-                f"function that returns a module, such as {kind}(nn.Linear, 3, 3); a module that "
-                f"is there already needs no {kind}"
+                f"function that returns a module, for example {kind}(nn.Linear, 3, 3); an existing "
+                f"module needs no {kind}"
             )
         self.typename = typename
         self.module_args = args
@@ -285,10 +285,10 @@ class Function(nn.Module):
                 isinstance(owner, nn.Module) and [*owner.parameters(), *owner.buffers()]
             ):
                 raise ValueError(
-                    f"{self.extra_repr()} uses a {type(owner).__name__}, whose values would be "
-                    "none of the pipe's: they would stay on their device, out of its parameters() "
-                    "and state_dict(). Make it part of an nn.Module, and that the layer; for one "
-                    "weight in two layers there is TiedLayerSpec"
+                    f"{self.extra_repr()} uses a {type(owner).__name__}, whose values would "
+                    "stay on their device, missing in the pipe's parameters() and state_dict(). "
+                    "Make it part of an nn.Module, and use that as the layer. Use TiedLayerSpec "
+                    "for one weight in two layers"
                 )
 
     def forward(self, input: Any) -> Any:
@@ -362,7 +362,7 @@ class Initialization:
         for name, value in (("init_fn", init_fn), ("seed", seed)):
             if value is not None and not has_specs(module) and not waiting(module):
                 raise ValueError(
-                    f"{name}={value!r}: there is nothing to initialise, for all layers are there "
+                    f"{name}={value!r}: there is nothing to initialise, because all layers exist "
                     "already: build them on meta (with torch.device('meta'):), or give LayerSpecs"
                 )
         return cls(init_fn, seed)

@@ -196,10 +196,10 @@ def _check_device(device: Any) -> torch.device:
     if found.type in ("cpu", "meta"):
         return found
     if not present or kind != found.type:
-        here = f"those here are {kind}" if present else "this machine has none"
+        here = f"this machine has {kind}" if present else "this machine has none"
         raise ValueError(
-            f"devices: {device!r} is an accelerator, but {here}: give those that are here, or CPU "
-            "workers, such as ['cpu:0', 'cpu:1']"
+            f"devices: {device!r} is an accelerator, but {here}: name one of these, or "
+            "CPU workers, for example ['cpu:0', 'cpu:1']"
         )
     index = torch.accelerator.current_device_index() if found.index is None else found.index
     if index >= len(present):

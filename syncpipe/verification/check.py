@@ -113,13 +113,13 @@ def verify(
     if not isinstance(pipe, Pipe):
         raise TypeError(
             f"verify takes a syncpipe.Pipe, not {type(pipe).__name__}: give the pipe itself, "
-            "which is .module of what wraps it (DistributedDataParallel, say)"
+            "for example the .module of a DistributedDataParallel"
         )
     pipe._check_own_calls("verify")
     if not pipe._is_single_process():
         raise ValueError(
             "the pipe is data-parallel, so its gradients are not those of its layers here: verify "
-            "it before data_parallel, or a copy of it (copy.deepcopy), which knows of no others"
+            "it before data_parallel, or verify a copy (copy.deepcopy), which is not data-parallel"
         )
     if isinstance(input, Iterator | DataLoader):
         raise TypeError(
@@ -268,7 +268,7 @@ class _Check:
             expected = self._expected(order)
             threads = self._threads if name == "pipe(x)" else None
             if threads and self._unjoined:
-                why = f"outputs cannot be put together, and are not compared: {self._unjoined}"
+                why = f"outputs cannot be joined, and are not compared: {self._unjoined}"
                 run.not_applicable = why
                 return
             made = self._state.restoring(make, self._devices, threads)
@@ -304,7 +304,7 @@ class _Check:
                     "smaller than the others: drop_last=True for the loader, or a batch size that "
                     "chunks divides"
                 )
-            run.reason = reason or "the message says it"
+            run.reason = reason or "see the message"
 
     def _culprit(self) -> tuple[str, str]:
         """The first layer whose results a pipe can change, and the reason."""

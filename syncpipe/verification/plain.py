@@ -148,8 +148,8 @@ class Observation(NamedTuple):
         changed = _few([name for names in self.changed.values() for name in names])
         if own := self.changed.get("generator"):
             return (
-                f"it draws from a generator of its own ({_few(own)}): for each micro-batch anew, "
-                "and again when it is recomputed; let it draw from PyTorch's own generator "
+                f"it draws from a generator of its own ({_few(own)}), which every micro-batch and "
+                "every recomputation advances: let it draw from PyTorch's own generator "
                 "(torch.rand_like(x) and the like, no generator=)"
             )
         if not self.repeats and changed:
@@ -160,8 +160,8 @@ class Observation(NamedTuple):
             )
         if not self.repeats:
             return (
-                "it does not give the same twice: it depends on something that is not in its "
-                "module (a global, a file, the time, a thread), or on memory without a value"
+                "it does not give the same twice: it depends on something outside its module "
+                "(a global, a file, the time, a thread), or on uninitialised memory"
             )
         if self.writes:
             return (

@@ -387,7 +387,7 @@ class ConvertedLayer(Holder):
         if self._code_dtype is not None and self._code_dtype != self._dtype:
             raise TypeError(
                 "the dtype of the parameters was changed after the model was converted, and this "
-                f"code has the dtype of then in it: change it first, then convert\n{self}"
+                f"code contains the old dtype: change it first, then convert\n{self}"
             )
         skips, namespaces = self._syncpipe_skips, self._skip_namespaces
         if self._model_signature is not None:

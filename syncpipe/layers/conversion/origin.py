@@ -108,12 +108,12 @@ class Origin:
         """Follow what was changed since the last call, or raise a ``ValueError``."""
         for path, module in self.modules.items():
             if self._children[path] != [*module._modules.values()]:
-                _refuse(f"the modules inside of {path or 'the model'} are others now")
+                _refuse(f"the submodules of {path or 'the model'} were replaced")
             if any(getattr(module, kind) for kind in CALL_HOOKS):
                 _refuse(f"{path or 'the model'} has hooks now, which its layers do not run")
             forward = vars(module).get("forward")
             if forward is not self._forwards[path] and not _runs_layers(forward):
-                _refuse(f"{path or 'the model'} has another forward now")
+                _refuse(f"the forward of {path or 'the model'} was replaced")
         for k, read in enumerate(self._reads):
             seen = vars(read.owner).get(read.key, MISSING)
             if seen is not self._seen[k]:
@@ -162,7 +162,7 @@ def _refuse(what: str) -> None:
 
 def _refuse_value(name: str, then: Any, now: Any) -> None:
     _refuse(
-        f"{name} was {then!r:.100} and is {now!r:.100}, and what the layers do was decided by it"
+        f"{name} was {then!r:.100} and is {now!r:.100}, and the code of the layers depends on it"
     )
 
 

@@ -152,9 +152,9 @@ def sequential(
             "the model that has them"
         )
     if any(is_lazy(parameter) for parameter in model.parameters()):
-        raise ValueError(f"{name} has lazy modules that know no sizes yet: run it once before")
+        raise ValueError(f"{name} has lazy modules without sizes: run it once before")
     if verify and any(parameter.is_meta for parameter in model.parameters()):
-        raise ValueError(f"{name} is on meta, where nothing can be compared: say verify=False")
+        raise ValueError(f"{name} is on meta, where nothing can be compared: pass verify=False")
     signature = Signature(model.forward, name)
     sample = signature.take(sample_args, sample_kwargs)
     eager = any(map(_is_compiled, model.modules()))
