@@ -839,7 +839,7 @@ class Tracer(TorchFunctionMode):
         inside = self._in_leaf(path)
         if not inside or leaf is not module:
             owner = self._call[-1][1] if inside else path
-            what = f"{path or 'the model'} (or a method of it) is an argument of a function that calls it"
+            what = f"{path or 'the model'} (or a method of it) is passed to what calls it"
             self.faults.append(Whole(owner, line_in_model(), what))
         return self._add("get_attr", path, key=("module", path), value=module)
 

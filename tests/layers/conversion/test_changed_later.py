@@ -116,11 +116,11 @@ REFUSED: dict[str, tuple[Any, str]] = {
     "a tensor": (lambda m: setattr(first(m), "table", torch.zeros(4)), r"0\.table was tensor"),
     "no number any more": (
         lambda m: setattr(first(m), "temperature", None), r"temperature was 0\.5 and is None"),
-    "a child": (lambda m: setattr(m, "head", nn.Linear(4, 2)), r"submodules of the model were replaced"),
-    "another block": (lambda m: m.blocks.append(nn.Linear(4, 4)), r"submodules of blocks were replaced"),
+    "a child": (lambda m: setattr(m, "head", nn.Linear(4, 2)), r"of the model were replaced"),
+    "another block": (lambda m: m.blocks.append(nn.Linear(4, 4)), r"of blocks were replaced"),
     "a hook": (
         lambda m: first(m).register_forward_hook(lambda *_: None), r"blocks\.0 has hooks now"),
-    "a forward": (lambda m: setattr(m, "forward", lambda x: x), r"forward of the model was replaced"),
+    "a forward": (lambda m: setattr(m, "forward", lambda x: x), r"of the model was replaced"),
 }  # fmt: skip
 
 
