@@ -151,7 +151,6 @@ def run(args: argparse.Namespace) -> int:
 
 
 def train(pipe: syncpipe.Pipe, digits: Digits, epochs: int) -> None:
-    """A training loop as it would be written for any model."""
     data = TensorDataset(digits.train_images, digits.train_labels)
     batches = DataLoader(data, BATCH_SIZE, shuffle=True, drop_last=True)
     optimizer = torch.optim.AdamW(pipe.parameters(), lr=PEAK_LEARNING_RATE)
@@ -218,7 +217,6 @@ def threads(count: int) -> Iterator[None]:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds the demo's options to its parser."""
     words = "for example 0,1 or cpu:0,cpu:1 (default: all accelerators, or two CPU workers)"
     parser.add_argument("--devices", metavar="D,D,...", help=words)
     words, epochs = "passes over the images (default: %(default)s)", whole_number(1, 10_000)

@@ -50,7 +50,6 @@ def file_to_write(*suffixes: str) -> Callable[[str], Path]:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the options of the command to its parser."""
     add, count = parser.add_argument, whole_number(1)
     words = "the model, or a function that returns it, or that returns a pair of model and sample"
     add("model", nargs="?", metavar="PACKAGE.MODULE:FACTORY", help=words)

@@ -167,9 +167,7 @@ def _to_layers(
 
 
 def _find_devices(devices: Any, memory: Any, model: nn.Module) -> tuple[list[Any], list[float]]:
-    """The devices, as a pipe takes them, and the bytes that a plan may use on each; the largest
-    device first, because layers are measured there.
-    """
+    """The devices and the bytes to use on each; the largest first, as layers are measured there."""
     if devices is None:
         devices = default_devices(_CPU_WORKERS)
     devices = real_devices(devices) or check_devices(devices)
@@ -188,9 +186,7 @@ def _measure(
     limits: list[float],
     timeout: float,
 ) -> tuple[Profile, tuple[float, ...]]:
-    """The profile of the layers with ``rows`` samples, or with as many as fit, and the relative
-    speeds of the devices.
-    """
+    """A profile of ``rows`` samples, or as many as fit, and the relative speeds of devices."""
     while True:
         try:
             sample = resized(input, rows)
@@ -280,9 +276,7 @@ def _mean(output: Any) -> Tensor:
 
 
 def _report(found: Plan, used: dict[str, int], part: float) -> str:
-    """Three lines: what fits, how fast it is, and what limits it; for a plan for ``part`` of the
-    memory.
-    """
+    """Three lines on a plan for ``part`` of the memory: what fits, its speed and its limit."""
     limits, taken = defaultdict[str, float](float), defaultdict[str, float](float)
     for name, limit in zip(found.machine.names, found.machine.memory, strict=True):
         limits[name] += limit / part

@@ -49,9 +49,7 @@ class ScheduleShape:
         self.stages_of = stages_on(schedule.device_of)
 
     def recomputed(self, modes: Sequence[Mode]) -> list[int]:
-        """The number of micro-batches that each stage recomputes. GPipe keeps the last one, whose
-        backward follows at once.
-        """
+        """The micro-batches that each stage recomputes; GPipe keeps the last one."""
         return [(self.m - (self.name == "gpipe")) * (mode == "recompute") for mode in modes]
 
     def levels(self, d: int, stages: Mapping[int, StageMemory]) -> Iterator[float]:
@@ -107,9 +105,6 @@ class Candidate:
     """A pipeline, whether it fits or not.
 
     Attributes:
-        shape: the schedule.
-        balance: the number of layers of each stage.
-        modes: what each stage does with its activations.
         time: seconds for one mini-batch, simulated, and at least ``interpreter``.
         memory: peak bytes of each stage.
         on_device: peak bytes of each device, all its stages together.
@@ -130,7 +125,6 @@ class Candidate:
 
     @property
     def ends(self) -> list[tuple[int, int]]:
-        """For each stage its first layer and the layer after its last."""
         return ends_of(self.balance)
 
     @property
@@ -152,7 +146,7 @@ class Problem:
         #: Bytes of the optimizer's step per byte of a parameter, besides the optimizer's state.
         self.update = float(param_scale >= ADAM) if update is None else update
         self._chains: dict[int, Chain] = {}
-        #: Drafts under 1F1B by number of micro-batches, slots and balance.
+        #: Candidates under 1F1B by number of micro-batches, slots and balance.
         self._cache: dict[tuple[object, ...], Candidate] = {}
         self.modes: tuple[Mode, ...] = ("store", "recompute")
         self.modes += ("offload",) if machine.host else ()
@@ -308,9 +302,7 @@ class Problem:
         return lower_bound(shape.m, device_of, costs, counts, shape.split, taken)
 
     def _modes(self, shape: ScheduleShape, balance: Sequence[int], costs: Costs) -> list[Mode]:
-        """The mode of each stage: the fastest combination that fits on each device, or the one with
-        the least memory if none fits.
-        """
+        """The fastest modes that fit on each device, or those with the least memory if none fit."""
         ends, m = ends_of(balance), shape.m
         chosen: list[Mode] = ["store"] * shape.n
 

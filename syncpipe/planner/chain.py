@@ -17,12 +17,10 @@ it is added to the sum over micro-batches. Further memory of a stage:
 - gradients of skips that the stage stashed, and of weights that later stages have copies of
 - the optimizer's step, after all micro-batches
 
-If the peaks are unknown (:attr:`Chain.peaks` is empty), transient memory and early inputs count
-as 0.
+Without peaks (:attr:`Chain.peaks` is empty) transient memory and early inputs count as 0.
 
-A stage that offloads sends stored activations to the host and fetches them back. The device holds
-the running micro-batch, the one in transfer, and the bytes that the link cannot take during one
-forward (Wan et al. 2025, PipeOffload).
+If a stage offloads, its device holds the running micro-batch, the one in transfer, and the bytes
+that the link cannot take during one forward (Wan et al. 2025, PipeOffload).
 """
 
 from __future__ import annotations
@@ -103,11 +101,8 @@ class StageMemory(NamedTuple):
     def peak(self, q: Any) -> Any:
         """The peak with ``q`` micro-batches in flight."""
         found = self.fixed + self.transient + q * self.each + self.once
-        return (
-            torch.maximum(found, self.update)
-            if isinstance(found, Tensor)
-            else max(found, self.update)
-        )
+        largest = torch.maximum if isinstance(found, Tensor) else max
+        return largest(found, self.update)
 
 
 @dataclass(frozen=True)
@@ -235,9 +230,7 @@ class Chain:
         first: bool = False,
         split: bool = False,
     ) -> Any:
-        """Transient bytes of stages from each of ``begins`` to each of ``ends``; of the ``first``
-        backward, or of one that is ``split`` into halves.
-        """
+        """Transient bytes of ranges, in the ``first`` backward, or in one ``split`` into halves."""
         if not self.peaks:
             return 0.0
         x, begin, at = self.tensors, torch.tensor(begins)[:, None], torch.tensor(ends)
@@ -280,9 +273,7 @@ class Chain:
         )
 
     def runs(self, at: Sequence[int], first: bool) -> LayerRange:
-        """The ranges between any two of these boundaries, as tensors; with ``first``, only the
-        ranges that begin at layer 0.
-        """
+        """All ranges between these boundaries as tensors; with ``first``, only from layer 0 on."""
         begins = at[:1] if first else at[:-1]
         transient = [self._transient(begins, at, first=which) for which in (False, True)]
         i, j = torch.tensor(begins)[:, None], torch.tensor(at)

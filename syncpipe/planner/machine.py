@@ -105,9 +105,7 @@ class Machine:
         return len(self.memory)
 
     def transfer(self, size: float, a: int, b: int) -> float:
-        """Seconds for ``size`` bytes between two devices, in the slower direction, because the
-        gradient goes back the same way.
-        """
+        """Seconds for ``size`` bytes in the slower direction, as gradients go the other way."""
         return size / min(self.bandwidth[a][b], self.bandwidth[b][a])
 
     @cached_property
@@ -152,9 +150,7 @@ class Machine:
         return self.shared([(d,) for d in devices])
 
     def orders(self) -> list[tuple[int, ...]]:
-        """The orders of the devices to try: as given, along the best links, and, for two or three
-        kinds of devices, each order of the kinds.
-        """
+        """The orders to try: as given, along the best links, and kind by kind for 2 or 3 kinds."""
         given = tuple(range(len(self)))
         if len(self.kinds) > 3:
             return [given, given[::-1]]
@@ -278,9 +274,7 @@ def _parse_memory(what: str, text: str) -> float:
 
 
 def _parse_machine(text: str, bandwidth: Any = None, whole: str = "") -> Machine:
-    """The machine of a description, or of the part in parentheses of the description ``whole``.
-    ``bandwidth`` serves if the text has none.
-    """
+    """The machine of a description, or of a part in parentheses of the description ``whole``."""
     what = f"devices={whole or text!r}"
     listed, comma, rate = re.fullmatch(r"(.*?)(?:(,)([^,()]*))?", text, re.DOTALL).groups()  # type: ignore[union-attr]
     parts: list[Machine] = []

@@ -169,7 +169,6 @@ def _rows(plan: Plan) -> Iterator[tuple[str, ...]]:
 
 
 def _name_range(names: Sequence[str]) -> str:
-    """The first and the last name, and the number of names."""
     short = []
     for name in (names[0], names[-1]):
         name = name if name.isprintable() else repr(name)[1:-1]
@@ -185,9 +184,7 @@ def _share(memory: float, limit: float) -> str:
 
 
 def _notes(plan: Plan) -> list[str]:
-    """The contents of memory, the devices on which existing gradients do not fit, the modes used,
-    and the memory of devices with several stages.
-    """
+    """Notes on memory, on gradients, on modes, and on devices with several stages."""
     chain, chosen, names = plan.terms.chain(plan.chunks), plan.chosen, plan.machine.names
     scale = plan.terms.param_scale
     adam = ": Adam's states in the parameters' dtype" * (scale == ADAM)
@@ -221,7 +218,7 @@ def _notes(plan: Plan) -> list[str]:
 
 
 def _figures(plan: Plan) -> Iterator[tuple[str, str, str]]:
-    """The names, values and explanations of the plan's figures."""
+    """Names, values and explanations."""
     rate = plan.samples_per_second
     rate_text = f"{rate:,.0f}" if rate >= 100 else f"{rate:.3g}"
     what = f", simulated, without loss and optimizer ({rate_text} samples per second)"
@@ -268,7 +265,6 @@ def _time(plan: Plan, one: Alternative) -> str:
 
 
 def _remarks(plan: Plan) -> list[str]:
-    """Remarks on other schedules and on estimated halves."""
     if len(plan.balance) == 1:
         return []
     compared = [one.draft.shape.name for one in plan.compared if one.draft]
@@ -359,7 +355,6 @@ def _memory_rows(plan: Plan) -> Iterator[str]:
 
 
 def _alternative_rows(plan: Plan) -> Iterator[str]:
-    """A row for the plan and for each alternative."""
     ways = _ranked(plan)
     most = max(one.time or 0.0 for one in ways) or 1.0
     for one in ways:

@@ -165,9 +165,7 @@ class Program:
             asked: the slots of the stage and of stage 0; None for as many as fit.
             first: whether the stage is stage 0.
             limit: bytes of its device.
-            speed: the speed of its device.
-            left: the speed of the fastest device before it.
-            right: the speed of the fastest device after it.
+            speed: of its device; ``left`` and ``right``: of the fastest device before and after it.
             each: seconds of the transfers after it, per byte of each transfer.
         """
         chain, m, run = self.chain, self.m, self._runs(at, first)
@@ -354,8 +352,8 @@ def _candidates(
 def _most_slots(
     problem: Problem, balance: Balance, m: int, part: float, limits: Slots
 ) -> Slots | None:
-    """As many slots as fit on each stage, at most those of the stage before; None if a stage does
-    not fit. A stage recomputes if it could store only less than ``part`` of its slots.
+    """As many slots as fit on each stage, at most those of the stage before; None if none fit. A
+    stage recomputes if it could store only less than ``part`` of its slots.
     """
     chain, slots = problem.chain(m), list[int]()
     for s, (i, j) in enumerate(ends_of(balance)):
@@ -399,9 +397,7 @@ def search_orders(problem: Problem, **choice: Any) -> tuple[tuple[int, ...], lis
 
 
 def _exchange(problem: Problem, order: tuple[int, ...], found: list[Candidate]) -> tuple[int, ...]:
-    """The order in which one of these candidates is fastest, by exchanges of two devices, from the
-    given order or the one along the best links.
-    """
+    """The best order for one of these candidates, by exchanges of two devices at a time."""
     machine, best = problem.machine, (math.inf, order)
     for candidate in found[:3]:
         n = candidate.shape.devices
@@ -754,9 +750,7 @@ def _custom_made(problem: Problem, start: Candidate) -> Iterator[Candidate]:
 
 
 def _least_share(problem: Problem, m: int, n: int) -> tuple[float, Balance]:
-    """The least possible peak share of memory of any device, for ``n`` stages with one slot each;
-    and its cut.
-    """
+    """The least peak share of a device's memory with ``n`` stages of one slot each, and its cut."""
     chain, machine, count = problem.chain(m), problem.machine, len(problem.profile.layers)
     at = (*range(0, count, max(1, min(-(-count // _MOST_BOUNDARIES), count // n))), count)
 
