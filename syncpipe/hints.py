@@ -48,7 +48,7 @@ _ARGUMENTS = {
     "optimizer": _OPTIMIZER,
 }  # fmt: skip
 #: Synonyms of arguments, used if the function has the argument.
-_WORDS = {
+_SYNONYMS = {
     **dict.fromkeys(("criterion", "loss", "loss_function", "objective"), "loss_fn"),
     **dict.fromkeys(("inputs", "x", "batch", "data"), "input"),
     **dict.fromkeys(("targets", "label", "labels", "y"), "target"),
@@ -58,17 +58,17 @@ _WORDS = {
     **dict.fromkeys(("recompute", "rematerialize", "remat"), "checkpoint"),
     **{"model": "module", "accumulation_steps": "accumulate", "reduction": "loss_reduction"},
 }
-_OF_THE_PIPE = {"balance", "devices", "replicas", "chunks", "checkpoint"}
-_MADE_SO = "it is fixed when a pipe is made: Pipe([*pipe], pipe.balance, {}=..., ...)"
-_VALUES = "it is for layers that Pipe(...) builds: pipe.apply(init_fn) initializes existing ones"
+_PIPE_ATTRIBUTES = {"balance", "devices", "replicas", "chunks", "checkpoint"}
+_FIXED = "it is fixed when a pipe is made: Pipe([*pipe], pipe.balance, {}=..., ...)"
+_ON_BUILD = "it is for layers that Pipe(...) builds: pipe.apply(init_fn) initializes existing ones"
 #: Answers for arguments of ``Pipe`` that are not attributes.
 _SETTINGS = {
-    **{name: _MADE_SO.format(name) for name in ("deferred_batch_norm", "unpack")},
-    **dict.fromkeys(("init_fn", "seed"), _VALUES),
+    **{name: _FIXED.format(name) for name in ("deferred_batch_norm", "unpack")},
+    **dict.fromkeys(("init_fn", "seed"), _ON_BUILD),
     "sample": "Pipe(..., balance='time') measures with it: set pipe.balance = "
     "syncpipe.balance.balance_by_time(n, pipe[:], sample)",
     "module": "a pipe is a list of its layers: pipe[k] = layer replaces one",
-    "partitions": "pipe.balance = [...] cuts the layers anew, and pipe[k] = layer replaces one",
+    "partitions": "pipe.balance = [...] moves layers across stages; pipe[k] = layer replaces one",
 }
 _ATTRIBUTES = {
     **_SETTINGS,
@@ -116,11 +116,11 @@ def with_hints(function: Callable[_P, _R]) -> Callable[_P, _R]:
 def _unknown(function: str, name: str, names: set[str]) -> TypeError:
     if name in _ARGUMENTS and not names & {"optimizer", name}:
         answer = _ARGUMENTS[name]
-    elif (word := _WORDS.get(name.lower())) in names:
+    elif (word := _SYNONYMS.get(name.lower())) in names:
         answer = f"did you mean {word}=?"
     else:
         answer = _closest(name, names, "did you mean {}=?")
-    if not answer and function != "Pipe" and name in _OF_THE_PIPE:
+    if not answer and function != "Pipe" and name in _PIPE_ATTRIBUTES:
         answer = f"it is an attribute of the pipe: set pipe.{name} = ..."
     text = f"{function}() got an unexpected keyword argument {name!r}"
     return TypeError(f"{text}: {answer}" if answer else text)

@@ -134,7 +134,7 @@ class Averaging:
     """The process groups of a data-parallel pipe, and the calls that all processes make together.
 
     ``agreed`` has, for each stage, the gradient bytes of each parameter in the last call (0 if
-    frozen). All processes have the same sizes, because an all-reduce of unequal sizes aborts one.
+    frozen), equal in all processes: an all-reduce of unequal sizes would abort a process.
     """
 
     agreed: list[list[int]] | None = None
@@ -275,7 +275,7 @@ class _Call:
 
     @torch.no_grad()
     def finish(self) -> float:
-        """Averages gradients in ``.grad``, and returns the factor for the gradients of inputs."""
+        """Averages ``.grad`` over all processes; returns the factor for the input's gradients."""
         owner, objective = self._owner, self._objective
         assert objective.divisor is not None
         own = float(objective.divisor)

@@ -248,8 +248,8 @@ class Stages(ModelNames):
         self, layers: Layers, balance: Any, sample: Any, placement: str, device: Any, unpack: bool,
         **how: Any,
     ) -> tuple[dict[str, Any], int]:  # fmt: skip
-        """Builds the modules, for ``Peers.agree``. Returns the size of a micro-batch, which the
-        rank of the first stage alone knows."""
+        """Builds the modules, for ``Peers.agree``; the first stage's rank returns the samples of a
+        micro-batch, other ranks 0."""
         n = self.peers.size
         if placement not in ("loop", "v"):
             raise ValueError(f"placement={placement!r}: must be 'loop' or 'v'")
