@@ -157,7 +157,7 @@ AUTO = r"pipe\.trace\(\).*schedules\.auto\("
         (lambda: syncpipe.verify(a_pipe(), DataLoader(TensorDataset(X)), loss_fn=F.cross_entropy),
          TypeError, r"one mini-batch.*input, target = next\(iter\(loader\)\)"),
         (lambda: Pipe.auto(linear_model(2), X, batch_size=8, devices=CPUS, loss_fn=F.cross_entropy),
-         TypeError, "Pipe.auto.*give it the target="),
+         TypeError, "Pipe.auto.*give the target="),
         (two([1, 1], schedule="auto"), ValueError, AUTO),
         (call("train_batch", X, loss_fn=torch.mean, schedule="auto"), ValueError, AUTO),
         (two("time", devices=CPUS), ValueError, "give Pipe a sample="),
