@@ -1,6 +1,6 @@
 """``search``: the cuts, micro-batches, slots and schedules with the shortest simulated step.
 
-Under 1F1B, :class:`Program` finds the cut with the least lower bound for several choices of slots:
+Under 1F1B, :class:`CutFinder` finds the cut with the least bound for several choices of slots:
 the most slots that fit need not be the fastest, because too many forwards delay gradients. For a
 stage with ``q`` slots let ``F`` be its forward, ``B`` its backward, ``R`` its backward with
 recomputation, ``pre`` the time of one micro-batch in the stages before it, forward and backward,
@@ -84,7 +84,7 @@ class NoPlan(ValueError):
 # -- 1F1B ------------------------------------------------------------------------------------------
 
 
-class Program:
+class CutFinder:
     """Finds the cuts with the least bounds under 1F1B, for one number of micro-batches."""
 
     def __init__(self, problem: Problem, m: int, boundaries: int) -> None:
@@ -230,16 +230,16 @@ def search(
     layers = len(problem.profile.layers)
     counts = _stage_counts(problem, stages)
     numbers = chunk_counts(problem.batch_size, chunks)
-    programs = {m: Program(problem, m, boundaries) for m in numbers}
+    finders = {m: CutFinder(problem, m, boundaries) for m in numbers}
     tasks = list[tuple[float, int, int]]()
-    for m, program in programs.items():
+    for m, finder in finders.items():
         python = problem.interpreter(m, (layers,), [0])
-        tasks += [(_without_rounding(max(program.lowest(n), python)), m, n) for n in counts]
+        tasks += [(_rounded_down(max(finder.lowest(n), python)), m, n) for n in counts]
     found, fastest = list[Candidate](), math.inf
     for low, m, n in sorted(tasks):
-        if low < fastest * (1 - NOTICED) and (value := programs[m].cut(n)[0]) < fastest:
+        if low < fastest * (1 - NOTICED) and (value := finders[m].cut(n)[0]) < fastest:
             found += _candidates(
-                problem, programs[m], n, _slot_choices(n, m), max(low, _without_rounding(value))
+                problem, finders[m], n, _slot_choices(n, m), max(low, _rounded_down(value))
             )
             fastest = min([fastest, *(candidate.time for candidate in found)])
     coarse = not found and boundaries < min(layers, _MOST_BOUNDARIES)
@@ -267,7 +267,7 @@ def search(
         better, gap = first.time < before, first.time > first.bound * (1 + NOTICED)
         if improve and gap and better:
             near = [(*(min(m, max(1, q + step)) for q in own[:-1]), own[-1]) for step in _NEAR]
-            found = _candidates(problem, programs[m], n, near * (n > 1), 0.0, first.time)
+            found = _candidates(problem, finders[m], n, near * (n > 1), 0.0, first.time)
             for one in sorted(best.values(), key=_rank)[:2] if before == math.inf else ():
                 found += _with_less_memory(problem, one.shape.m, one.shape.n, boundaries, fastest)
         elif improve and gap and work > 0 and not moved:
@@ -292,10 +292,10 @@ def _with_less_memory(
     """
     for part in _LESS if min(problem.machine.memory) < math.inf else ():
         memory = tuple([part * size for size in problem.machine.memory])
-        program = Program(problem.on(replace(problem.machine, memory=memory)), m, boundaries)
-        if program.cut(n)[0] >= fastest:
+        finder = CutFinder(problem.on(replace(problem.machine, memory=memory)), m, boundaries)
+        if finder.cut(n)[0] >= fastest:
             return
-        yield from _candidates(problem, program, n, _slot_choices(n, m), 0.0, fastest)
+        yield from _candidates(problem, finder, n, _slot_choices(n, m), 0.0, fastest)
 
 
 def _stage_counts(problem: Problem, stages: int | None) -> list[int]:
@@ -310,7 +310,7 @@ def _stage_counts(problem: Problem, stages: int | None) -> list[int]:
     )
 
 
-def _without_rounding(bound: float) -> float:
+def _rounded_down(bound: float) -> float:
     """A bound without rounding errors, so that equal bounds are ordered by micro-batches."""
     return float(f"{bound * (1 - NOTICED):.9e}")
 
@@ -325,18 +325,18 @@ def _slot_choices(n: int, m: int) -> list[Slots]:
 
 
 def _candidates(
-    problem: Problem, program: Program, n: int, families: Iterable[Slots], enough: float,
+    problem: Problem, finder: CutFinder, n: int, choices: Iterable[Slots], enough: float,
     fastest: float = math.inf,
 ) -> list[Candidate]:  # fmt: skip
     """The candidates that fit, of the cuts with the least bounds for each of these choices of
     slots, with several slots each; until a candidate takes at most ``enough`` seconds.
     """
-    m, found = program.count, list[Candidate]()
-    for slots in dict.fromkeys(families):
-        balance = program.cut(n, slots)[1] if fastest > enough * (1 + NOTICED) else ()
+    m, found = finder.count, list[Candidate]()
+    for slots in dict.fromkeys(choices):
+        balance = finder.cut(n, slots)[1] if fastest > enough * (1 + NOTICED) else ()
         caps = (slots or (m,) * n, *_slot_choices(n, m)[1:4])
         fitting = (
-            _most_slots(program.problem, balance, m, part, cap)
+            _most_slots(finder.problem, balance, m, part, cap)
             for cap in caps
             for part in (0, 0.5, 1)
         )
@@ -383,7 +383,7 @@ def search_orders(problem: Problem, **choice: Any) -> tuple[tuple[int, ...], lis
         return order, search(problem.on(machine.ordered(order)), **choice)
 
     def rank(pair: tuple[tuple[int, ...], list[Candidate]]) -> float:
-        return _without_rounding(pair[1][0].time) if pair[1] else math.inf
+        return _rounded_down(pair[1][0].time) if pair[1] else math.inf
 
     known = {order: tried(order) for order in machine.orders()}
     best = min(known.values(), key=rank)
