@@ -278,7 +278,7 @@ def _tensor_hook(hook: Callable[[Tensor], Any], factor: float = 1.5) -> nn.Modul
 
 def _drawing_hook(hook: Callable[[Tensor], Any]) -> Callable[[], nn.Module]:
     """The gradient comes in each micro-batch: what first draws in a later one is not seen."""
-    return lambda: nn.Sequential(_linear(), _tensor_hook(hook))
+    return lambda: Inner(nn.Sequential(_linear(), _tensor_hook(hook)))
 
 
 def dawdling(seed: int = 0) -> nn.Module:

@@ -27,6 +27,8 @@ def test_a_random_pipe_computes_what_the_plain_model_computes(chance: random.Ran
 @pytest.mark.parametrize(
     ("layers", "checkpoint", "driver"),
     [
+        # A hook that draws, on an activation in a tree.
+        (("fork", "noisy_hook", "join"), "always", "forward"),
         # It hands on a parameter, which has no node in inference mode.
         (("weighs",), "never", "inference_mode"),
         # It draws, and is given a parameter: the second time that is a tensor.

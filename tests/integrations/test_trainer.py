@@ -381,7 +381,7 @@ model.model.layers[1].self_attn.to("sim:0"), model.model.layers[1].input_layerno
 model.model.layers[1].post_attention_layernorm.to("sim:1"), model.model.layers[1].mlp.to("sim:1")
 model.model.norm.to("sim:1"), model.lm_head.to("sim:0"), model.model.rotary_emb.to("sim:0")
 forward = PipedForward(model)
-with forward._placed(), torch.no_grad():
+with forward._moving_inputs(), torch.no_grad():
     found = model(ids.to("sim:0")).logits
     torch.testing.assert_close(found.cpu(), logits)
     assert torch.equal(model.generate(ids.to("sim:0"), max_new_tokens=5).cpu(), wanted)
