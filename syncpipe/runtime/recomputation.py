@@ -309,7 +309,7 @@ def is_small(buffer: Tensor) -> bool:
 
 
 def copy_of(buffer: Tensor, made: dict[int, Tensor]) -> Tensor:
-    """A copy of a buffer; ``made`` keeps a buffer that two modules share one buffer."""
+    """A copy of a buffer; one ``made`` gives modules that share a buffer one copy."""
     if id(buffer) not in made:
         copied = buffer.detach().clone()
         made[id(buffer)] = with_class_of(buffer, copied) if buffer.__dict__ else copied

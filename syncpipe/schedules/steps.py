@@ -4,8 +4,8 @@
     bind     steps x a call      ->  one function for each kind of action and stage
     run      for each step:          put(sends, run(i, take(needs)))
 
-At run time each replica is a stage of its own. Stages come first, each standing for its first
-replica; the indices after them are those of the other replicas, stage by stage.
+At run time each replica has an index. Index ``j < n`` is the first replica of stage ``j``; the
+other replicas follow, stage by stage.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ class Steps:
 def in_serial_order(rows: Iterable[Iterable[Step]]) -> Iterator[Step]:
     """An order in which one thread can run all steps: from each row in turn a step that can start.
 
-    A row may be a generator; it is advanced when its last step has run.
+    A row may be a generator; it is advanced only after the step that it yielded has run.
     """
     iterators = [iter(row) for row in rows]
     heads = [next(row, None) for row in iterators]
@@ -137,8 +137,8 @@ def step_maker(
 ) -> Callable[[Action], Step]:  # fmt: skip
     """Return a function that compiles an action to a step.
 
-    ``worker_of`` maps a cell to its worker, ``indices`` a stage to those of its replicas; ``m`` is
-    needed with replicas only. ``returns``, for gradients only, are numbered after the edges.
+    ``worker_of`` gives the worker of a cell, ``indices`` the replicas of a stage; ``m`` is needed
+    with replicas only. ``returns``, for gradients only, are numbered after the edges.
     """
     size, both = len(edges) + len(returns), [*edges, *returns]
 

@@ -229,7 +229,7 @@ class Call(MiniBatch):
         streams_of: for each stage the streams of its worker.
         caller_streams_of: for each stage the caller's current streams on its device.
         substitute_of: for each stage the substitutes of tensors, by identity (see ``StageRun``).
-        original_of: by the identity of a substitute its original, for callers that see the former.
+        original_of: for a substitute (by ``id``) its original.
         ties: the tensors that stages share; None if there are none.
         replicas: the replicas of all stages; None if there are none.
         user_code_epoch: a new object whenever user code may have changed modules.
@@ -288,7 +288,7 @@ class Call(MiniBatch):
             if own or run.stage in shallow:
                 use_substitutes(run, own, shallow)
         edges = pipeline.edges if self.ties is None else (*pipeline.edges, *self.ties.edges)
-        # For each edge the streams at its ends, for as many micro-batches as replicas take turns.
+        # For each edge the streams at both ends, by the micro-batch modulo `_round`.
         self._round = lcm(*map(len, pipeline.replica_indices))
         self._ends = [
             list(zip(self._stage_streams(e.source), self._stage_streams(e.target), strict=True))
@@ -307,7 +307,7 @@ class Call(MiniBatch):
         return worker_of[j] != worker_of[n - 1] and not (graph or self.inline)
 
     def _stage_streams(self, j: int) -> list[DeviceStreams]:
-        """For micro-batches in order the streams on which they run stage ``j``."""
+        """The streams of stage ``j`` for micro-batches 0, 1, ... of a round."""
         passed = [self.streams_of[k] for k in self.pipeline.replica_indices[j]]
         return passed * (self._round // len(passed))
 

@@ -178,7 +178,7 @@ def in_units(parent: Any, i: int, value: Any) -> Any:
     store = current_store() if parent.stage.has_skips else None
     inputs: Any = (value, ())
     given = [inputs]  # nothing else writes into the memory of these
-    del value  # a name more would count as another user of the tensor
+    del value  # another name would count as a user of the tensor
     for run, recomputed in parent.units:
         unit = run.stage
         unit.partition.training = parent.stage.partition.training

@@ -55,9 +55,9 @@ class StageRun:
         forwards_done: the number of cells that ran forward, in a list that all units share.
         statistics: collects the statistics of deferred BatchNorm, for all replicas of the stage.
         parent: the run of the stage of which this is a unit; or itself.
-        substitute_of: by the identity of a tensor of its modules, the tensor that its cells use:
-            ``swaps`` put it into the modules during a run, or ``shallow`` copies of them have it.
-        units: the pieces that are recomputed one by one, and for each whether it is.
+        substitute_of: for a tensor of its modules (by ``id``) the tensor that its cells use, which
+            ``swaps`` put into the modules during a run, or ``shallow`` copies of them hold.
+        units: pieces of the stage, and for each whether it is recomputed by itself.
     """
 
     def __init__(
@@ -108,7 +108,7 @@ class StageRun:
         """
         plain = not (owners or self.stage.changes.needs_lock or profiler._is_profiler_enabled)
         if plain and not (self.first and self.writes):
-            outputs = self.cell(i, inputs, None, False)  # mostly
+            outputs = self.cell(i, inputs, None, False)  # the usual case
             self.forwards_done[0] += self._counts
             return outputs
         return self.locked(self._guarded, i, inputs, owners, target)

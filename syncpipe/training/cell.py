@@ -46,7 +46,7 @@ FOREIGN = (
 class GraphCut:
     """The start of a graph. ``flags`` mark the tensors that need one of the ``grads``.
 
-    It is ``open`` during the backward of its cell; a gradient at another time is an error.
+    It accepts gradients once while ``open``; a gradient at another time is an error.
     """
 
     __slots__ = ("_count", "_flags", "grads", "open")
@@ -96,7 +96,7 @@ class Cell:
     def __init__(self, flags: Sequence[Sequence[bool]]) -> None:
         self.flags = flags  # for each incoming edge
         self.cut = GraphCut(flags[0] if len(flags) == 1 else list(chain.from_iterable(flags)))
-        #: The outputs that need a gradient, by outgoing edge; on the last stage, for the loss.
+        #: The graph ends of outputs, by outgoing edge; on the last stage, for the loss.
         self.ends: list[list[GradientEdge]] = []
 
     def detach_output(self, value: Any) -> tuple[Any, Sequence[bool]]:
@@ -208,7 +208,7 @@ class Leaves:
         self.nested_backward = [False for _ in self._known]  # by layers, inside their backward
 
     def unknown_leaves(self, j: int, nodes: Iterable[Any], *cuts: Any) -> list[Tensor]:
-        """The unknown leaves of a graph that ends in ``nodes``; it may start in no other cuts."""
+        """The unknown leaves of the graph of ``nodes``; RuntimeError if it has other ``cuts``."""
         known, nodes_known = self._known[j], self._known_nodes[j]
         new = []
         for node in nodes_of(nodes, nodes_known):
@@ -229,11 +229,11 @@ class Leaves:
 class Accumulated(Leaves):
     """Leaves of ``train_batch``: each worker accumulates into ``.grad`` of its own leaves.
 
-    Earlier gradients are copied, because adding to and subtracting from them is not exact.
+    Earlier gradients are copied, because adding and then subtracting is not exact.
     ``known`` are the parameters of the layers by default.
 
     Attributes:
-        parameters: for each stage its own.
+        parameters: for each stage those that it owns.
         awaiting_grad: for each stage the leaves that have no gradient yet.
     """
 
@@ -290,9 +290,9 @@ class Accumulated(Leaves):
                     grad.sub_(before).mul_(here).add_(before)
 
     def adopt(self, j: int, new: list[Tensor]) -> None:
-        """Makes ``new`` leaves of stage ``j`` known, unless another worker adds to their gradients.
+        """Makes ``new`` leaves of stage ``j`` known; call it before the backward of their graph.
 
-        Call it before the backward of their graph.
+        Raises RuntimeError if another worker adds to their gradients.
         """
         for leaf in new:
             # Nothing would read the gradient of a substitute: refused, too.

@@ -38,7 +38,7 @@ _BACKWARD = (
 
 
 class Objective:
-    """The losses of one mini-batch. Used by one thread at a time, of ``several`` workers or one.
+    """The losses of one mini-batch. One thread uses it at a time, also with ``several`` workers.
 
     Attributes:
         loss_fn: the loss function and its weights.
@@ -86,7 +86,7 @@ class Objective:
     def root_and_gradient(
         self, i: int, result: Any, output: Any, target: Any, known: Any = None
     ) -> tuple[Tensor, float]:
-        """Notes the ``result`` of the loss function; returns the root of backward, its gradient.
+        """Notes the ``result`` of the loss function; returns the root of backward and its gradient.
 
         ``known`` replaces ``known_weights``: the same on the device of the loss.
         """
@@ -251,7 +251,7 @@ class LossHead:
 
     Replicas change the shared state under a lock, and no result depends on their order. The loss
     function runs outside the lock. Without an ``objective`` there are outputs only. A ``check``
-    keeps arguments of the loss function on the first worker.
+    keeps arguments of the loss function on the first replica.
     """
 
     graph_outputs = staticmethod(distinct)  #: the tensors of an output that may get gradients

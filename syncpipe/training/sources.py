@@ -97,7 +97,7 @@ class Source:
         m: the number of micro-batches.
         total: the number of samples in all micro-batches; None if unknown.
         sizes: the number of samples in each; 0 before the micro-batch is pulled.
-        dimensions: the sizes of all dimensions but the first, in micro-batch 0.
+        dimensions: the set of sizes of all dimensions but the first, in micro-batch 0.
         lock: of lazy sources; acquire it before the locks of random generators.
     """
 

@@ -74,7 +74,7 @@ class TrainingTask:
     """The actions of one mini-batch, for the engine.
 
     ``source`` gives the micro-batches, ``head`` takes the outputs, ``leaves`` get gradients (None:
-    there is no backward). ``splits`` has the cells with a backward in two halves.
+    there is no backward). ``splits`` has the cells whose backward runs in two halves.
     """
 
     def __init__(
@@ -86,7 +86,7 @@ class TrainingTask:
         self._leaves, self._splits, self._watch = leaves, splits, watch
         self._first = [stage.j == 0 for stage in stages]
         self._last = [stage.j == call.pipeline.n - 1 for stage in stages]
-        self._ready: dict[int, Any] = {}  # events: micro-batch i of the iterator is on the device
+        self._ready: dict[int, Any] = {}  # by micro-batch of an iterator: events
         self._cells: list[dict[int, Cell]] = [{} for _ in stages]
         self._deferred: list[dict[int, WeightGradients]] = [{} for _ in stages]
         #: id(leaf) -> whether its gradient may wait for the weight half.
@@ -109,7 +109,7 @@ class TrainingTask:
         return [(tensor, grad) for tensor, grad in pairs if grad is not None]
 
     def backward_task(self, leaves: Any, head: Any, *, keep: bool) -> TrainingTask:
-        """The task of one backward; ``keep`` leaves the cells for another one."""
+        """The task of one backward; ``keep`` keeps the cells for another."""
         other = copy(self)
         other._leaves, other._head, other._retain_graph, other.input_grads = leaves, head, keep, {}
         if keep:
@@ -413,7 +413,7 @@ def check_not_running(pipeline: Pipeline, what: str) -> None:
 def _finish_gradients(
     task: TrainingTask, head: LossHead, objective: Objective, leaves: Accumulated, averaging: Any
 ) -> None:
-    """Scales the sums over micro-batches to the gradients of the mini-batch."""
+    """Scales gradients to those of the mini-batch; runs the caller's graph backward."""
     if not head.loss_requires_grad:
         raise RuntimeError(
             "the loss does not require grad, so there is nothing to train: all parameters are "
