@@ -86,7 +86,7 @@ class Pipeline:
         replica_indices: for each stage the indices of its replicas, the owner's first.
         stages: the stages, then all other replicas, stage by stage.
         worker_of: for each of ``stages`` the index of its worker.
-        placement: for each stage the index of its worker, or of each replica's worker.
+        placement: for each stage the index of its worker, or those of its replicas' workers.
         has_joined: whether outputs of several micro-batches were ever gathered.
         streaming: whether ``train_stream`` runs, so that stages have weights of different updates.
         modes: used by each forward of ``pipe(x)``, changed by each evaluation.

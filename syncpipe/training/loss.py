@@ -148,7 +148,7 @@ class Objective:
         return divisor / total if total else None
 
     def loss(self, of: Sequence[int] | None = None, losses: list[Any] | None = None) -> Tensor:
-        """The combined loss of all micro-batches or some, detached; or of other ``losses``."""
+        """The combined loss ``of`` micro-batches (None: all), detached; or other ``losses``."""
         found = self._losses if of is None else [self._losses[i] for i in of]
         loss: Tensor = self.combine(losses or found, of)
         return loss

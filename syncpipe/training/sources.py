@@ -120,7 +120,7 @@ class Source:
         return input
 
     def inputs(self, i: int) -> list[Tensor]:
-        """The tensors in the input of a micro-batch that require grad."""
+        """The tensors that require grad in the input of a pulled micro-batch."""
         return self._inputs[i] or []
 
     def target(self, i: int) -> Any:
