@@ -533,7 +533,7 @@ def _sizes(shape: Any) -> tuple[int, ...]:
 #: Nodes that are not compared: inputs of a cell, and casts, which store nothing and whose number
 #: depends on autocast's cache, which any thread may clear.
 _NOT_COMPARED = {
-    "_CrossBackward",
+    "_EnterBackward",
     "CloneBackward0",
     "_ExactBackward",
     "AccumulateGrad",

@@ -9,12 +9,12 @@ from copy import copy
 from functools import partial
 from types import FunctionType, MethodType
 from typing import Any, Generic, TypeVar
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 from torch.utils.data.dataloader import _BaseDataLoaderIter
+from torch.utils.weak import WeakIdKeyDictionary
 
 from syncpipe.data import described, map_tensors, scatter_pair, tensors_in, unwrapped
 from syncpipe.hints import caller_stacklevel
@@ -180,8 +180,9 @@ class FromIterator(Source):
         return _pair_of(item, self._target_key, f" for {what}")
 
 
-#: loader -> its iterator, for loaders that give one mini-batch in each step.
-_running: WeakKeyDictionary[Any, Iterator[Any]] = WeakKeyDictionary()
+#: loader -> its iterator, for loaders that give one mini-batch in each step. By identity: loaders
+#: may be equal, or have no hash.
+_running = WeakIdKeyDictionary()
 
 
 def source_of(

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections import UserDict
+from collections.abc import Iterator
+from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
@@ -180,6 +182,26 @@ def test_a_loader_is_asked_for_one_mini_batch_in_each_step() -> None:
             pipe.train_batch(data_iter=loader, loss_fn=loss_fn, verify=False)
     epoch = [[0, 1], [2, 3], [4, 5], [6, 7], [8], [9]]
     assert seen == epoch * 2
+
+
+@dataclass
+class Items:
+    """A loader that is equal to others, and has no hash."""
+
+    size: int
+
+    def __iter__(self) -> Iterator[tuple[Tensor, None]]:
+        return iter([(torch.full((4, 3), float(k)), None) for k in range(self.size)])
+
+
+def test_loaders_that_are_equal_give_their_own_mini_batches() -> None:
+    first, second = Items(2), Items(2)
+    pipe = pipe_of(nn.Sequential(nn.Identity(), nn.Linear(3, 3)), chunks=1)
+    seen: list[float] = []
+    pipe[0].register_forward_hook(lambda _, args, __: seen.append(float(args[0][0, 0])))
+    for loader in (first, second, first):
+        pipe.train_batch(data_iter=loader, loss_fn=torch.sum, verify=False)
+    assert seen == [0, 0, 1]
 
 
 def test_a_repeating_loader_begins_again_also_after_an_empty_pass_or_one_that_fails():
