@@ -99,6 +99,8 @@ def new_session(name: str) -> Iterator[dict[str, Any]]:
 @pytest.mark.usefixtures("here")
 @pytest.mark.parametrize("page", PAGES, ids=name_of)
 def test_the_code_of_a_page_runs(page: Path) -> None:
+    if page.name == "distributed.md" and torch.__version__ < "2.13":
+        pytest.skip("stage needs PyTorch 2.13")
     with new_session(f"page_{page.stem}") as session:
         for language, line, text in blocks_of(page):
             assert language in {"python", *NOT_RUN}, f"{name_of(page)}:{line}: of which language?"
@@ -215,6 +217,7 @@ def test_the_script_of_the_page_about_data_parallel_pipes_trains(tmp_path):
 
 
 @needs_gloo
+@pytest.mark.skipif(torch.__version__ < "2.13", reason="stage needs PyTorch 2.13")
 def test_the_script_of_the_page_about_stages_trains_on_two_nodes_of_two_processes(tmp_path):
     pytest.importorskip("sklearn")
     script = str(ROOT / "docs" / "examples" / "train_stages.py")
