@@ -19,7 +19,16 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from syncpipe.compare import Comparison, compare
-from syncpipe.data import batch_kind, by_name, clones, flatten, gather, map_tensors, tensors_in
+from syncpipe.data import (
+    batch_kind,
+    by_name,
+    clones,
+    flatten,
+    gather,
+    map_tensors,
+    tensors_in,
+    unflatten,
+)
 from syncpipe.layers.batchnorm import MiniBatchStatistics, collect
 from syncpipe.layers.unpack import spread
 from syncpipe.runtime.errors import annotate
@@ -214,7 +223,8 @@ def observe(
             return error
         apart = ragged and (layer is not layers[-1] or any(each.draws for each in seen))
         try:
-            joined = whole if apart else gather(pieces, getattr(layer.module, "common_outputs", ()))
+            common = getattr(layer.module, "common_outputs", ())
+            joined = whole if apart else _with_sizes(gather(pieces, common), pieces, whole)
         except ValueError:  # for example a mean over samples
             joined = whole
         comparison = compare(by_name("output", joined), by_name("output", whole))
@@ -229,6 +239,19 @@ def observe(
         if draws or not comparison.same:
             whole = joined
     return None
+
+
+def _with_sizes(joined: Any, pieces: list[Any], whole: Any) -> Any:
+    """Joined outputs, with integers that add up to those of the mini-batch: numbers of samples."""
+    values, structure = flatten(joined, batches=True)
+    of_whole, other = flatten(whole, batches=True)
+    if structure != other:
+        return joined
+    columns = zip(*[flatten(piece, batches=True)[0] for piece in pieces], strict=True)
+    for k, (column, total) in enumerate(zip(columns, of_whole, strict=True)):
+        if type(total) is int and {type(each) for each in column} == {int} and sum(column) == total:
+            values[k] = total
+    return unflatten(values, structure)
 
 
 def _run_twice(run: PlainRun, layer: Layer, whole: Any, store: Store) -> list[tuple[Any, Store]]:

@@ -35,6 +35,19 @@ from tests.verification.models import (
 )
 
 
+class Heads(nn.Module):
+    """Uses the number of samples again, behind a cut."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.drop, self.last = linear(), nn.Dropout(), linear()
+
+    def forward(self, x: Tensor) -> Tensor:
+        samples = x.shape[0]
+        y = self.drop(self.first(x).view(samples, 2, -1)).relu()
+        return self.last(y.reshape(samples, -1)) + x
+
+
 class Masked(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -155,6 +168,15 @@ def test_inputs_of_all_kinds() -> None:
     assert_exact(report)
     assert report["1f1b"].comparisons["input_gradients"].status == "equal"
     assert_exact(checked(pipe_of(linear(), TwoBiases(), linear()), batch(4)))
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_a_number_of_samples_between_layers(training: bool) -> None:
+    x = torch.randn(8, WIDTH)
+    layers = sequential(Heads(), x[:4])
+    pipe = Pipe(layers, balance="parameters", devices=FOUR[:2], chunks=4).train(training)
+    report = verify(pipe, x, x, loss_fn=F.mse_loss)
+    assert report.ok, str(report)
 
 
 @pytest.mark.parametrize("threads", [1, 2])
