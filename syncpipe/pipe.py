@@ -17,6 +17,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor, distributed, nn
 from torch.optim import Optimizer
+from torch.utils.weak import WeakIdKeyDictionary
 
 from syncpipe.data import tensors_in
 from syncpipe.hints import (
@@ -200,6 +201,7 @@ class Pipe(ModelNames):
         self._warned = False  # of other processes
         self._trace: Trace | None = None
         self._loss_counts, self._eval_counts = LossCounts(), LossCounts()
+        self._loader_passes: WeakIdKeyDictionary | None = None  # DataLoader -> its iterator
         made = Initialization.checked(layers, init_fn, seed)
         self._set_layout(
             first_layout(
@@ -765,7 +767,10 @@ class Pipe(ModelNames):
     def _source(self, input: Any, target: Any, data_iter: Iterable[Any] | None) -> Source:
         self._check_own_calls("train_batch and eval_batch")
         device, pack = self._layout.workers[0].device, partial(batch_input, self)
-        source = source_of(input, target, data_iter, self._chunks, device, pack)
+        if self._loader_passes is None:
+            self._loader_passes = WeakIdKeyDictionary()
+        passes = self._loader_passes
+        source = source_of(input, target, data_iter, self._chunks, device, pack, passes)
         self._check_time_first(source.sizes)
         return source
 
@@ -852,7 +857,7 @@ class Pipe(ModelNames):
 
     def __getstate__(self) -> dict[str, Any]:
         # A copy makes its own threads, streams and locks, and belongs to no process group.
-        gone = dict.fromkeys(("_pipeline", "_trace", "_averaging"))
+        gone = dict.fromkeys(("_pipeline", "_trace", "_averaging", "_loader_passes"))
         counts = {"_loss_counts": LossCounts(), "_eval_counts": LossCounts()}
         return {**self.__dict__, **gone, "_source_layers": {}, **counts}
 

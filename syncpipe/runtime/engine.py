@@ -202,7 +202,7 @@ class Engine:
                 deque(submit, maxlen=0)  # every worker gets the job, and reports its end
                 reports.wait(threads, died)
             raise
-        del jobs
+        del jobs, submit
         if execution.failures:
             error = min(execution.failures, key=lambda failure: failure[0])[1]
             execution.failures.clear()

@@ -14,7 +14,6 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 from torch.utils.data.dataloader import _BaseDataLoaderIter
-from torch.utils.weak import WeakIdKeyDictionary
 
 from syncpipe.data import described, map_tensors, scatter_pair, tensors_in, unwrapped
 from syncpipe.hints import caller_stacklevel
@@ -180,15 +179,19 @@ class FromIterator(Source):
         return _pair_of(item, self._target_key, f" for {what}")
 
 
-#: loader -> its iterator, for loaders that give one mini-batch in each step. By identity: loaders
-#: may be equal, or have no hash.
-_running = WeakIdKeyDictionary()
-
-
 def source_of(
-    input: Any, target: Any, data_iter: Any, chunks: int, device: torch.device, pack: _Pack
+    input: Any,
+    target: Any,
+    data_iter: Any,
+    chunks: int,
+    device: torch.device,
+    pack: _Pack,
+    passes: MutableMapping[Any, Iterator[Any]],
 ) -> Source:
     """The source for the arguments of ``train_batch``; inputs are on ``device``.
+
+    ``passes`` has the iterator of each loader that gives one mini-batch in each step, by identity:
+    loaders may be equal, or have no hash.
 
     Raises:
         TypeError: ``data_iter`` gives no micro-batches, or ``input`` is an iterator.
@@ -240,7 +243,7 @@ def source_of(
             "once for all steps, or give a DataLoader, which gives a mini-batch in each step"
         )
     try:
-        item = _next_item(data_iter, _running, data_iter, "data_iter")
+        item = _next_item(data_iter, passes, data_iter, "data_iter")
     except BaseException as error:
         annotate(error, "in data_iter, when asked for a mini-batch")
         raise

@@ -29,7 +29,7 @@ from syncpipe.data import (
     tensors_in,
     unflatten,
 )
-from syncpipe.layers.batchnorm import MiniBatchStatistics, collect
+from syncpipe.layers.batchnorm import DeferredBatchNorm, MiniBatchStatistics, collect
 from syncpipe.layers.unpack import spread
 from syncpipe.runtime.errors import annotate
 from syncpipe.runtime.random_numbers import Generators, draw_seed, run_seeded
@@ -177,16 +177,21 @@ class Observation(NamedTuple):
                 "it works in place, on memory that others use as well: let it work on a copy (for "
                 "an activation: inplace=False)"
             )
-        norms = [
-            f"{name}: {type(part).__name__}".removeprefix(": ")
+        norms = {
+            f"{name}: {type(part).__name__}".removeprefix(": "): part
             for name, part in self.layer.module.named_modules()
             if isinstance(part, _BatchNorm) and (part.training or part.running_mean is None)
-        ]
+        }
         if norms:
+            deferred = all(isinstance(part, DeferredBatchNorm) for part in norms.values())
+            advice = (
+                "its running statistics are those of mini-batches" if deferred
+                else "deferred_batch_norm=True keeps running statistics those of mini-batches"
+            )  # fmt: skip
             return (
-                f"BatchNorm sees micro-batches ({_few(norms)}): each is normalised by its own mean "
-                "and variance, which often does no harm; deferred_batch_norm=True keeps running "
-                "statistics those of mini-batches, LayerNorm and GroupNorm look at no other samples"
+                f"BatchNorm sees micro-batches ({_few(list(norms))}): each is normalised by its "
+                f"own mean and variance, which often does no harm; {advice}, LayerNorm and "
+                "GroupNorm look at no other samples"
             )
         return (
             "its output for a sample depends on the other samples of the mini-batch: a mean, a "

@@ -211,6 +211,7 @@ def test_what_is_equal_to_rounding_or_not_compared() -> None:
     report = checked(pipe_of(*norms, deferred_batch_norm=True))
     assert_exact(report, beside=False)
     assert "BatchNorm sees micro-batches" in str(report)
+    assert "its running statistics are those of mini-batches" in str(report)
 
 
 @pytest.mark.parametrize("checkpoint", ["always", "never"])

@@ -110,8 +110,11 @@ class Signature:
         try:
             bound = self.parameters.bind(*args, **kwargs)
         except TypeError as error:
+            stars = "**" if args and isinstance(args[0], Mapping) else "*"
+            one = len(args) == 1 and not kwargs and isinstance(args[0], (tuple, list, Mapping))
             raise TypeError(
                 f"{error}: {self.name} takes {self.parameters}, as the model that was converted"
+                + (f". Unpack the {type(args[0]).__name__}: {stars}batch" if one else "")
             ) from None
         bound.apply_defaults()
         return dict(bound.arguments)

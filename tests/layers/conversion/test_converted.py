@@ -400,6 +400,25 @@ def test_calls_unlike_the_sample_are_refused(args, kwargs, error, message):
             pipe.train_batch(args, loss_fn=torch.mean)
 
 
+class Both(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        return self.b(self.a(x) + y)
+
+
+def test_arguments_in_one_tuple_or_dict_are_unpacked_for_a_call():
+    x, y = torch.rand(4, 4), torch.rand(4, 4)
+    with pytest.raises(TypeError, match=r"argument: 'y'.*Unpack the tuple: \*batch"):
+        sequential(Both(), (x, y))
+    pipe = Pipe(sequential(Both(), x, y), [1, 1], devices=["cpu:0", "cpu:1"], chunks=2)
+    with pytest.raises(TypeError, match=r"argument: 'y'.*Unpack the dict: \*\*batch"):
+        pipe({"x": x, "y": y})
+    pipe.train_batch((x, y), loss_fn=torch.mean)
+
+
 def with_defaults(forward: Any) -> Any:
     """Fills in keyword arguments that were not given, as libraries do."""
 

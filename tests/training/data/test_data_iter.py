@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections import UserDict
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -202,6 +204,27 @@ def test_loaders_that_are_equal_give_their_own_mini_batches() -> None:
     for loader in (first, second, first):
         pipe.train_batch(data_iter=loader, loss_fn=torch.sum, verify=False)
     assert seen == [0, 0, 1]
+
+
+class Generated(Items):
+    """A loader whose iterator holds it."""
+
+    def __iter__(self) -> Iterator[tuple[Tensor, None]]:
+        yield from super().__iter__()
+
+
+def test_a_pass_through_a_loader_belongs_to_one_pipe_and_ends_with_it() -> None:
+    loader, seen = Generated(3), []
+    for _ in range(2):
+        pipe = pipe_of(nn.Sequential(nn.Identity(), nn.Linear(3, 3)), chunks=1)
+        pipe[0].register_forward_hook(lambda _, args, __: seen.append(float(args[0][0, 0])))
+        for _ in range(2):
+            pipe.train_batch(data_iter=loader, loss_fn=torch.sum, verify=False)
+    assert seen == [0, 1, 0, 1]
+    gone = weakref.ref(loader)
+    del loader, pipe
+    gc.collect()
+    assert gone() is None
 
 
 def test_a_repeating_loader_begins_again_also_after_an_empty_pass_or_one_that_fails():
