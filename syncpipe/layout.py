@@ -40,7 +40,7 @@ class Layout:
     replicas: ReplicasLike  #: as given
     checkpoint: Any  #: as given
     schedule: ScheduleLike  #: the default schedule of training
-    defers: bool  #: whether BatchNorm has statistics of the mini-batch
+    defers_batch_norm: bool  #: whether BatchNorm has statistics of the mini-batch
     unpack: bool  #: whether tuples and dicts are spread over the arguments of the next layer
     #: For each stage its workers; the first one holds the layers.
     workers_of: list[tuple[Worker, ...]] = field(default_factory=list)
@@ -195,7 +195,7 @@ def _placed(layout: Layout, how: Initialization) -> Layout:
     check_replicas(find_ties(partitions), list(map(len, layout.workers_of)))
     if not all(same_memory(device, devices[0]) for device in devices):
         check_memory(partitions)
-    if layout.defers:
+    if layout.defers_batch_norm:
         defer_batch_norm(layout.sequential())
     move_layers(partitions, devices)
     for partition in partitions:
@@ -216,7 +216,7 @@ def _partitions(asked: Layout, training: bool, before: Layout) -> list[Partition
         partition = Partition()
         if same:  # keeps the hooks that users have put on the partitions
             partition.__dict__.update({**before.partitions[j].__dict__, "_modules": {}})
-        partition.training, partition.defers = training, asked.defers
+        partition.training, partition.defers_batch_norm = training, asked.defers_batch_norm
         partition.unpack, partition.tied = asked.unpack, frozenset()
         partition._modules.update(islice(layers, size))  # last, as names may be of attributes
         found.append(partition)

@@ -206,7 +206,7 @@ class Pipe(ModelNames):
         self._set_layout(
             first_layout(
                 layers, balance, devices, made, sample, replicas=checked_replicas(replicas),
-                checkpoint=modes, schedule=schedule, defers=deferred_batch_norm,
+                checkpoint=modes, schedule=schedule, defers_batch_norm=deferred_batch_norm,
                 unpack=unpack or unpacks(layers),
             )
         )  # fmt: skip
@@ -756,8 +756,8 @@ class Pipe(ModelNames):
                     "not use: move it into a layer, and del it there"
                 )
         refresh(self)
-        if layout.defers and defer_batch_norm(layout.sequential()):  # a layer has a new one
-            self._pipeline = None
+        if layout.defers_batch_norm and defer_batch_norm(layout.sequential()):
+            self._pipeline = None  # a layer has a new one
         with _building:
             # A fork has no threads of its parent, and locks that they held stay locked.
             if self._pipeline is None or self._pipeline.process != os.getpid():

@@ -101,7 +101,7 @@ class MiniBatch:
             for stage, mode in zip(pipeline.stages, self.modes, strict=True)
         ]
         for indices in pipeline.replica_indices:
-            if pipeline.stages[indices[0]].defers:
+            if pipeline.stages[indices[0]].defers_batch_norm:
                 statistics = MiniBatchStatistics()
                 for each in chain.from_iterable(self.runs[k].all for k in indices):
                     each.statistics = statistics
@@ -486,7 +486,7 @@ class Call(MiniBatch):
 
     def collect_outputs(self, values: list[Any]) -> list[Any]:
         """The last stage's outputs (trees, one per micro-batch) on one device, for the caller."""
-        indices, results = self.pipeline.replica_indices[-1], self.pipeline.results
+        indices, results = self.pipeline.replica_indices[-1], self.pipeline.results_replica
         if len(indices) == 1:
             self.release_to_caller(indices[0], values)
             return values

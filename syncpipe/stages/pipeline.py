@@ -24,7 +24,7 @@ from syncpipe.stages.stage import Partition, Stage
 _T = TypeVar("_T")
 
 
-class Modes:
+class ModesLock:
     """A lock for the modes of modules: many threads may use them, or one thread may change them."""
 
     def __init__(self) -> None:
@@ -90,7 +90,7 @@ class Pipeline:
         has_joined: whether outputs of several micro-batches were ever gathered.
         streaming: whether ``train_stream`` runs, so that stages have weights of different updates.
         modes: used by each forward of ``pipe(x)``, changed by each evaluation.
-        results: the index of the replica on whose device the caller gets the outputs.
+        results_replica: the index of the replica on whose device the caller gets the outputs.
     """
 
     def __init__(
@@ -105,7 +105,7 @@ class Pipeline:
         indices = [tuple(map(self.workers.index, own)) for own in workers]
         self.placement: Devices = tuple([w if len(w) > 1 else w[0] for w in indices])
         self.replica_indices = replica_indices(self.placement)
-        self.results = self.replica_indices[-1][-1]
+        self.results_replica = self.replica_indices[-1][-1]
         self.worker_of = tuple(
             [w[0] for w in indices] + list(chain.from_iterable(w[1:] for w in indices))
         )
@@ -130,22 +130,22 @@ class Pipeline:
         self._drawing = [s.partition for s in self.stages if s.generators.in_modules]
         self.engine = Engine(self.workers)
         self.has_joined = self.streaming = False
-        self.training = threading.RLock()  # a failed call must restore its own gradients only
-        self.modes = Modes()
+        self.training_lock = threading.RLock()  # a failed call must restore its own gradients only
+        self.modes_lock = ModesLock()
         self.process = os.getpid()
         self.shared = SharedTensors(self.stages[:n], [owner for owner, *_ in workers])
-        ways: list[tuple[int, int, int | None]] = [(j, j + 1, None) for j in range(n - 1)]
+        edge_ends: list[tuple[int, int, int | None]] = [(j, j + 1, None) for j in range(n - 1)]
         for j in range(n):
             for key in self.stages[j].pops:
                 source = layout.incoming[j][key]
-                ways.append((source, j, self.stages[source].stashes.index(key)))
-        self.edges = edges = tuple([Edge(number, *way) for number, way in enumerate(ways)])
+                edge_ends.append((source, j, self.stages[source].stashes.index(key)))
+        self.edges = edges = tuple([Edge(number, *ends) for number, ends in enumerate(edge_ends)])
         self.incoming = [[edge for edge in edges if edge.target == s.j] for s in self.stages]
         self.outgoing = [[edge for edge in edges if edge.source == s.j] for s in self.stages]
 
     def with_modes(self, run: Callable[[], _T]) -> _T:
         """Runs a forward or backward of ``pipe(x)`` while no other thread evaluates."""
-        return run() if self.engine.is_running() else self.modes.using(run)
+        return run() if self.engine.is_running() else self.modes_lock.using(run)
 
     @property
     def drawing_modules(self) -> list[nn.Module]:

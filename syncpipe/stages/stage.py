@@ -27,7 +27,7 @@ CELL: ContextVar[tuple[nn.Module, Callable[[Any], Any]] | None] = ContextVar(
 class Partition(nn.Sequential):
     """The layers of one stage; outside a cell an ordinary ``nn.Sequential``."""
 
-    defers = False  #: whether running statistics move once per mini-batch (deferred BatchNorm)
+    defers_batch_norm = False  #: whether running statistics move once per mini-batch
     unpack = False  #: whether tuples and dicts are spread over the arguments of the next layer
     tied: frozenset[str] = frozenset()  #: the tensors shared with other partitions at the start
 
@@ -90,8 +90,10 @@ class Stage:
         modules = list(partition.modules())
         self.changes = Changes(partition)
         self.has_skips = any(map(is_skippable, modules))
-        self.defers = partition.defers and any(isinstance(m, DeferredBatchNorm) for m in modules)
-        self.commits = self.defers and parent is None
+        self.defers_batch_norm = partition.defers_batch_norm and any(
+            isinstance(m, DeferredBatchNorm) for m in modules
+        )
+        self.commits = self.defers_batch_norm and parent is None
         self.generators = Generators(device)
         self.late_layers: set[int] = set()
         self.backward_draws = 0
@@ -152,7 +154,8 @@ class Stage:
                 continue
             part = Partition()
             part._modules.update(islice(self.partition._modules.items(), first, last))
-            part.defers, part.unpack = self.partition.defers, self.partition.unpack
+            part.defers_batch_norm = self.partition.defers_batch_norm
+            part.unpack = self.partition.unpack
             pops: list[SkipKey] = []
             stashes: list[SkipKey] = []
             for layer in part:

@@ -96,7 +96,7 @@ class Source:
         m: the number of micro-batches.
         total: the number of samples in all micro-batches; None if unknown.
         sizes: the number of samples in each; 0 before the micro-batch is pulled.
-        dimensions: the set of sizes of all dimensions but the first, in micro-batch 0.
+        other_sizes: the set of sizes of all dimensions but the first, in micro-batch 0.
         lock: of lazy sources; acquire it before the locks of random generators.
     """
 
@@ -104,7 +104,7 @@ class Source:
     lock: threading.Lock
 
     def __init__(self, inputs: list[Any], targets: list[Any], sizes: list[int]) -> None:
-        self.m, self.sizes, self.dimensions = len(inputs), sizes, set[int]()
+        self.m, self.sizes, self.other_sizes = len(inputs), sizes, set[int]()
         self.total = None if self.lazy else sum(sizes)
         self._inputs, self._targets = list(inputs), dict(enumerate(targets))
 
@@ -114,7 +114,7 @@ class Source:
     def _note_input(self, i: int, input: Any) -> Any:
         tensors = tensors_in(input)
         if i == 0:
-            self.dimensions = {size for tensor in tensors for size in tensor.shape[1:]}
+            self.other_sizes = {size for tensor in tensors for size in tensor.shape[1:]}
         self._inputs[i] = [tensor for tensor in tensors if tensor.requires_grad]
         return input
 

@@ -98,7 +98,7 @@ def stream(
             f"at least as many micro-batches as stages. Set pipe.chunks to {n} or more, or use "
             "versions='stashing'"
         )
-    with pipeline.training:
+    with pipeline.training_lock:
         _check(pipeline, checkpoint, versions)
         optimizers = _optimizers(pipeline, optimizer)
         # On the last stage every micro-batch runs backward at once, so none is recomputed.
@@ -160,7 +160,7 @@ def stream(
             raise ValueError("data_iter gave no mini-batch, so there is nothing to train")
         found = [source.results[batch] for batch in sorted(source.results)]
         losses = [*source.blocks, *[loss for loss, _ in found]]
-        device = pipeline.workers[pipeline.worker_of[pipeline.results]].device
+        device = pipeline.workers[pipeline.worker_of[pipeline.results_replica]].device
         rows = [[weights[number] for number in numbers] for numbers in pipeline.replica_indices]
         with torch.no_grad():
             return Streamed(
@@ -195,7 +195,7 @@ def _check(pipeline: Pipeline, checkpoint: Sequence[StageMode], versions: Versio
             "would compute with another version: put them into one stage by the balance, untie "
             "them, or use train_batch"
         )
-    if any(stage.defers for stage in pipeline.stages):
+    if any(stage.defers_batch_norm for stage in pipeline.stages):
         raise ValueError(
             "deferred_batch_norm=True updates running statistics at the end of a mini-batch, and "
             "in train_stream the next one has begun by then: make the Pipe without it"

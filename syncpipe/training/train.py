@@ -90,9 +90,9 @@ class TrainingTask:
         self._cells: list[dict[int, Cell]] = [{} for _ in stages]
         self._deferred: list[dict[int, WeightGradients]] = [{} for _ in stages]
         #: id(leaf) -> whether its gradient may wait for the weight half.
-        self._ordinary: list[dict[int, bool]] = [{} for _ in stages]
+        self._may_defer: list[dict[int, bool]] = [{} for _ in stages]
         if call.ties is not None:  # gradients of tied leaves are sent after the input half
-            self._ordinary = [{id(leaf): False for leaf in leaves} for leaves in call.ties.leaves]
+            self._may_defer = [{id(leaf): False for leaf in leaves} for leaves in call.ties.leaves]
         self._retain_graph = False
         self._targets: list[list[tuple[Tensor, Tensor | None]]] = [[] for _ in stages]
         #: For each micro-batch the gradients of its inputs.
@@ -244,7 +244,7 @@ class TrainingTask:
         go_back = self._go_back
         if (i, j) in self._splits:
             streams = self.call.streams_of[j]
-            cell.deferred = self._deferred[j][i] = WeightGradients(streams, self._ordinary[j])
+            cell.deferred = self._deferred[j][i] = WeightGradients(streams, self._may_defer[j])
         if profiler._is_profiler_enabled:
             go_back = partial(as_range, f"syncpipe backward stage {j} micro-batch {i}", go_back)
         try:
@@ -354,7 +354,7 @@ def train(
     several = len(pipeline.replica_indices[-1]) > 1  # workers compute losses
     objective = Objective(loss, source, several, grad_scaler, float(accumulate))
     # One call at a time: a call that fails puts gradients back, which must be its own.
-    with pipeline.training:
+    with pipeline.training_lock:
         leaves = None
         try:
             call = Call(pipeline, source.m, **running)
@@ -458,17 +458,17 @@ def evaluate(
 
     check_not_running(pipeline, "eval_batch")
     # Modes are shared by all users of the module, so other calls of the pipe wait.
-    with pipeline.training, torch.no_grad():
+    with pipeline.training_lock, torch.no_grad():
         if not any(each.training for each in modules):
             return run()
-        return pipeline.modes.changing(partial(_in_eval_mode, module, modules, run))
+        return pipeline.modes_lock.changing(partial(_in_eval_mode, module, modules, run))
 
 
 def join_outputs(pipeline: Pipeline, outputs: list[Any], source: Source) -> Any:
     """The outputs of micro-batches as one; warns once if samples are not in dimension 0."""
     if len(outputs) > 1 and not pipeline.has_joined:
         pipeline.has_joined = True
-        if found := samples_elsewhere(outputs, source.sizes, source.dimensions):
+        if found := samples_elsewhere(outputs, source.sizes, source.other_sizes):
             warnings.warn(
                 f"{found}, it seems, and the outputs of micro-batches are put together along "
                 "dimension 0: put samples first in the last layer, output.transpose(0, 1), or "
@@ -492,7 +492,7 @@ def _results(
         loss = metrics = None
         if objective is not None:
             if len(pipeline.replica_indices[-1]) > 1:
-                objective.bring(call.streams_of[pipeline.results].device)
+                objective.bring(call.streams_of[pipeline.results_replica].device)
             loss, metrics = objective.loss(), objective.metrics()
         outputs = head.outputs
         if outputs is not None:

@@ -132,7 +132,7 @@ def verify(
     named = [*SCHEDULES, *(own for own in [pipe.schedule] if own not in [*SCHEDULES])]
     asked = named if schedules is None else list(map(checked_schedule, schedules))
     options = {"loss_fn": loss_fn, "weight": weight, "loss_reduction": loss_reduction}
-    with pipe._build().training:  # excludes training in other threads
+    with pipe._build().training_lock:  # excludes training in other threads
 
         def run() -> Report:
             pipe._source(input, target, None)  # raises what train_batch would raise

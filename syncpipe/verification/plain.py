@@ -115,7 +115,7 @@ class PlainRun:
     def layer(self, layer: Layer, i: int, value: Any, store: Store) -> Any:
         stage = layer.stage
         store.update({key: placed(skip, stage.device) for key, skip in store.items()})
-        collecting = collect(self.statistics) if stage.defers else nullcontext()
+        collecting = collect(self.statistics) if stage.defers_batch_norm else nullcontext()
         try:
             with use_store(store), collecting:
                 value, call = placed(value, stage.device), layer.call()
