@@ -61,7 +61,7 @@ from syncpipe.runtime.interrupts import forkable_lock
 from syncpipe.runtime.thread_state import INLINE, restoring_thread, uncompiled
 from syncpipe.schedules.named import ScheduleLike, schedule_label
 from syncpipe.schedules.stream import Versions
-from syncpipe.stages.pipeline import Pipeline
+from syncpipe.stages.pipeline import CallLocks, Pipeline
 from syncpipe.timeline.trace import Trace
 from syncpipe.training.forward import forward
 from syncpipe.training.loss import Objective
@@ -201,6 +201,7 @@ class Pipe(ModelNames):
         self._warned = False  # of other processes
         self._trace: Trace | None = None
         self._loss_counts, self._eval_counts = LossCounts(), LossCounts()
+        self._locks: CallLocks | None = None
         self._loader_passes: WeakIdKeyDictionary | None = None  # DataLoader -> its iterator
         made = Initialization.checked(layers, init_fn, seed)
         self._set_layout(
@@ -286,7 +287,8 @@ class Pipe(ModelNames):
                     f"pipe.{name} is a {layer!r}, which is not built, so an optimizer would miss "
                     f"its parameters: assign it by pipe[{k}] = {layer!r}"
                 )
-        self._set_layout(self._layout.changed(self.training, **asked))
+        with _building:
+            self._set_layout(self._layout.changed(self.training, **asked))
 
     def _sync_layout(self) -> Layout:
         """Updates the layout for layers that were replaced by name (``pipe.fc = ...``, LoRA)."""
@@ -299,9 +301,10 @@ class Pipe(ModelNames):
                     "another Pipe, or change pipe[k]",
                     stacklevel=caller_stacklevel(),
                 )
-        if not same_layers(self._modules, self._layout.layers):
-            self._change()
-        return self._layout
+        with _building:
+            if not same_layers(self._modules, self._layout.layers):
+                self._change()
+            return self._layout
 
     @property
     def balance(self) -> list[int]:
@@ -743,7 +746,11 @@ class Pipe(ModelNames):
         return pipeline.with_modes(run) if function is forward else run()
 
     def _build(self) -> Pipeline:
-        """The pipeline over the layers as they are now."""
+        """The pipeline over the layers as they are now: the same one for calls in all threads."""
+        with _building:
+            return self._built()
+
+    def _built(self) -> Pipeline:
         layout = self._sync_layout()
         for j, partition in enumerate(layout.partitions):
             if own := [
@@ -758,11 +765,13 @@ class Pipe(ModelNames):
         refresh(self)
         if layout.defers_batch_norm and defer_batch_norm(layout.sequential()):
             self._pipeline = None  # a layer has a new one
-        with _building:
-            # A fork has no threads of its parent, and locks that they held stay locked.
-            if self._pipeline is None or self._pipeline.process != os.getpid():
-                self._pipeline = Pipeline(layout.partitions, list(layout.layers), layout.workers_of)
-            return self._pipeline
+        if self._locks is None or self._locks.process != os.getpid():
+            self._locks, self._pipeline = CallLocks(), None  # a fork has no threads of its parent
+        if self._pipeline is None:
+            self._pipeline = Pipeline(
+                layout.partitions, list(layout.layers), layout.workers_of, self._locks
+            )
+        return self._pipeline
 
     def _source(self, input: Any, target: Any, data_iter: Iterable[Any] | None) -> Source:
         self._check_own_calls("train_batch and eval_batch")
@@ -857,7 +866,7 @@ class Pipe(ModelNames):
 
     def __getstate__(self) -> dict[str, Any]:
         # A copy makes its own threads, streams and locks, and belongs to no process group.
-        gone = dict.fromkeys(("_pipeline", "_trace", "_averaging", "_loader_passes"))
+        gone = dict.fromkeys(("_pipeline", "_trace", "_averaging", "_locks", "_loader_passes"))
         counts = {"_loss_counts": LossCounts(), "_eval_counts": LossCounts()}
         return {**self.__dict__, **gone, "_source_layers": {}, **counts}
 

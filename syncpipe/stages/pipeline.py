@@ -73,6 +73,20 @@ class ModesLock:
         return run_and_undo(lambda: (without_generators(enter), run())[1], leave)
 
 
+class CallLocks:
+    """The locks of a pipe. Calls of an older pipeline may still hold them when a new one begins.
+
+    Attributes:
+        training: a failed call must restore its own gradients only.
+        modes: used by each forward of ``pipe(x)``, changed by each evaluation.
+        process: the id of the process that made them; in a fork of it they may stay locked.
+    """
+
+    def __init__(self) -> None:
+        self.training, self.modes = threading.RLock(), ModesLock()
+        self.process = os.getpid()
+
+
 class Pipeline:
     """Partitions on their workers, ready to run.
 
@@ -80,6 +94,7 @@ class Pipeline:
         partitions: the partitions, already on their devices.
         names: for each layer its name in the wrapped module.
         workers: for each partition its workers, the owner first.
+        locks: of the pipe.
 
     Attributes:
         n: the number of stages.
@@ -89,7 +104,6 @@ class Pipeline:
         placement: for each stage the index of its worker, or those of its replicas' workers.
         has_joined: whether outputs of several micro-batches were ever gathered.
         streaming: whether ``train_stream`` runs, so that stages have weights of different updates.
-        modes: used by each forward of ``pipe(x)``, changed by each evaluation.
         results_replica: the index of the replica on whose device the caller gets the outputs.
     """
 
@@ -98,6 +112,7 @@ class Pipeline:
         partitions: Sequence[Partition],
         names: Sequence[str],
         workers: Sequence[Sequence[Worker]],
+        locks: CallLocks,
     ) -> None:
         layout = inspect_layout(partitions)
         self.n = n = len(partitions)
@@ -130,9 +145,7 @@ class Pipeline:
         self._drawing = [s.partition for s in self.stages if s.generators.in_modules]
         self.engine = Engine(self.workers)
         self.has_joined = self.streaming = False
-        self.training_lock = threading.RLock()  # a failed call must restore its own gradients only
-        self.modes_lock = ModesLock()
-        self.process = os.getpid()
+        self.training_lock, self.modes_lock = locks.training, locks.modes
         self.shared = SharedTensors(self.stages[:n], [owner for owner, *_ in workers])
         edge_ends: list[tuple[int, int, int | None]] = [(j, j + 1, None) for j in range(n - 1)]
         for j in range(n):

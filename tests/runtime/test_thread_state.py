@@ -10,7 +10,7 @@ import sys
 import threading
 import warnings
 from collections import Counter
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import contextmanager, nullcontext
 
 import pytest
@@ -382,6 +382,32 @@ def test_calls_go_by_their_own_modes_while_another_thread_evaluates(checkpoint):
             stop.set()
         other.result()
     assert {(True, True), (False, False)} >= set(seen) >= {(True, True)}
+
+
+@pytest.mark.parametrize("change", ["balance", "layer"])
+def test_what_changes_during_an_evaluation_does_not_let_calls_run_in_its_modes(change):
+    entered, end, x = threading.Event(), threading.Event(), torch.ones(8, 3)
+    x[4:] = 2
+
+    def act(given):
+        if given[0, 0] == -2:  # the first micro-batch holds the generator
+            entered.set()
+            end.wait()
+        return given
+
+    pipe = pipe_of(nn.Sequential(Do(act), nn.Dropout(0.5), nn.Identity()), [2, 1])
+    with ThreadPoolExecutor(2) as threads:
+        evaluation = threads.submit(pipe.eval_batch, -x)
+        entered.wait()
+        if change == "balance":
+            pipe.balance = [1, 2]
+        else:
+            pipe[2] = nn.Identity()
+        call = threads.submit(pipe, x)
+        wait([call], 0.3)  # in vain: it begins when the evaluation has ended
+        end.set()
+        assert torch.equal(evaluation.result(), -x)
+        assert not torch.equal(call.result(), x)
 
 
 def test_an_evaluation_in_a_layer_of_another_pipe_waits_for_no_generator():
