@@ -30,7 +30,7 @@ from syncpipe.hints import (
     with_hints,
 )
 from syncpipe.layers.batchnorm import defer_batch_norm
-from syncpipe.layers.conversion.layer import ModelNames
+from syncpipe.layers.conversion.layer import Holder, ModelNames
 from syncpipe.layers.conversion.sequential import HOOKS
 from syncpipe.layers.conversion.signature import batch_input, call_input, model_signature, refresh
 from syncpipe.layers.listing import (
@@ -693,7 +693,16 @@ class Pipe(ModelNames):
 
         Layers assigned later, ``pipe[k] = layer``, are not compiled. A stage with replicas then
         raises an error, because replicas are shallow copies of its layers.
+
+        Raises:
+            RuntimeError: a layer was made by ``sequential``, and PyTorch is older than 2.12.
         """
+        if torch.__version__ < "2.12" and any(isinstance(layer, Holder) for layer in self):
+            raise RuntimeError(
+                f"compile() of converted layers needs PyTorch 2.12 or later, and this is "
+                f"{torch.__version__}, whose compiler does not end on them: compile modules of the "
+                "model before it is converted (model.block.compile()), or install 2.12"
+            )
         for partition in self.partitions:
             partition.compile(*args, **kwargs)
 

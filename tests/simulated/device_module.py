@@ -45,6 +45,10 @@ def _is_in_bad_fork() -> bool:
     return False
 
 
+def _lazy_init() -> None:
+    """Without it PyTorch 2.11 never takes the devices for initialized, and waits for nothing."""
+
+
 def device_count() -> int:
     return len(default_generators)
 

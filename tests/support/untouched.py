@@ -12,7 +12,7 @@ from syncpipe.runtime.recomputation import version_of
 from tests.support.interrupts import modes_on
 
 #: What the first call of a pipe sets, whatever it is: stages, and that modules hold generators.
-OF_FIRST_CALLS = {"_pipeline", "_time_checked"}
+OF_FIRST_CALLS = {"_loader_passes", "_locks", "_pipeline", "_time_checked"}
 
 
 def snapshot(model: Any, *tensors: Tensor, versions: bool = False) -> dict[str, Any]:
