@@ -237,8 +237,10 @@ class ModuleState:
         """
         if (versions := list(map(_VERSION, self._computing))) != self._versions:
             renormed = self.changes.renormed
-            for p, then, now in zip(self._tracked, self._versions, versions, strict=True):
-                now -= renormed.get(p, 0) - self._renormed.get(p, 0)  # renormalised by forwards
+            known = zip(self._tracked, self._computing, self._versions, versions, strict=True)
+            for p, computing, then, now in known:
+                for each in {p, computing}:  # renormalised by forwards
+                    now -= renormed.get(each, 0) - self._renormed.get(each, 0)
                 if now != then:
                     raise _modified(f"a parameter ({described(p)})", where, then, now)
         if self._checked is None or self._checked[0] != epoch:

@@ -349,8 +349,10 @@ class Life:
             found = run_pipe(alone, case, replace(call, schedule=order), self.k, Place())
             return replace(found, output=_and_state(found))
         finally:
-            for module, mode in modes.items():
-                module.training = mode
+            # As evaluations of a pipe do: so what a layer has made meanwhile has its mode.
+            for module, mode in [*modes.items()] * 2:
+                if module.training != mode:
+                    module.train(mode)
 
     def _meanwhile(self, what: str) -> AbstractContextManager[Any]:
         if what == "inline":

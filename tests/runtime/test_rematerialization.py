@@ -213,6 +213,18 @@ def test_a_backward_in_a_forward_may_recompute_an_embedding_that_renorms():
     assert_same(layers[0].weight.grad, plain[0].weight.grad)
 
 
+@pytest.mark.parametrize("stages", [[2], [1, 1]])
+def test_an_embedding_that_renorms_is_recomputed_also_with_a_hook_on_a_parameter(stages):
+    plain = nn.Sequential(nn.Embedding(5, 6, max_norm=0.5), nn.Linear(6, 2))
+    pipe = pipe_of(copy.deepcopy(plain), stages, chunks=2, checkpoint="always")
+    for model in (plain, pipe):
+        for parameter in model.parameters():
+            parameter.register_hook(lambda gradient: gradient * 2)
+    pipe(torch.arange(4)).sum().backward()
+    plain(torch.arange(4)).sum().backward()
+    torch.testing.assert_close(pipe[0].weight.grad, plain[0].weight.grad)
+
+
 @pytest.mark.parametrize("checkpoint", ["always", "never"])
 def test_weights_of_an_embedding_that_renorms_are_let_go(checkpoint):
     layers = nn.Sequential(nn.Embedding(5, 6, max_norm=0.5), nn.Linear(6, 2))
