@@ -107,6 +107,8 @@ class _Either(_Train):
     return_outputs: bool
 
 
+#: Held while a pipeline is made of the layers; not while the user's code runs, which may wait for
+#: other threads.
 _building = forkable_lock()
 
 
@@ -287,8 +289,7 @@ class Pipe(ModelNames):
                     f"pipe.{name} is a {layer!r}, which is not built, so an optimizer would miss "
                     f"its parameters: assign it by pipe[{k}] = {layer!r}"
                 )
-        with _building:
-            self._set_layout(self._layout.changed(self.training, **asked))
+        self._set_layout(self._layout.changed(self.training, **asked))
 
     def _sync_layout(self) -> Layout:
         """Updates the layout for layers that were replaced by name (``pipe.fc = ...``, LoRA)."""
