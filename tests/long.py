@@ -25,7 +25,7 @@ from tests import simulated
 
 ROOT = Path(__file__).parent.parent
 _PYTEST = (sys.executable, "-m", "pytest", "-q", "-n0", "-p", "no:cacheprovider", "--tb=short")
-_CTRL_C = "tests/training/failures/test_ctrl_c.py"
+_FAILURES = "tests/training/failures"
 _STEPS = ("tests/accelerators/test_accelerators_memory.py", "tests/training/test_train_memory.py")
 
 
@@ -34,7 +34,7 @@ def parts(quick: bool) -> dict[str, tuple[Sequence[str], dict[str, str]]]:
     python, sim = sys.executable, {"SYNCPIPE_SIMULATED": "1"}
     models, simulated_models, steps = ("20", "10", "20") if quick else ("5000", "1500", "1000")
     words, meshes = (["runtime/engine"], "4") if quick else ([], "300")
-    apart = {"SYNCPIPE_LINES": "9" if quick else "1"}
+    apart = dict.fromkeys(("SYNCPIPE_CELLS", "SYNCPIPE_LINES"), "9" if quick else "1")
     random_meshes = [*_PYTEST, "tests/distributed/stages/test_random_meshes.py"]
     fuzz = ["--seed", "24", "--models"]
     return {
@@ -44,7 +44,7 @@ def parts(quick: bool) -> dict[str, tuple[Sequence[str], dict[str, str]]]:
         "leaks": ([*_PYTEST, *_STEPS, "-k", "steps or nothing"], {**sim, "SYNCPIPE_STEPS": steps}),
         "mutations": ([python, "-m", "tests.mutations", *words], {}),
         "meshes": (random_meshes, {"SYNCPIPE_MESHES": meshes}),
-        "lines": ([*_PYTEST, _CTRL_C, "-k", "each_line"], apart),
+        "failures": ([*_PYTEST, _FAILURES, "-k", "each_line or anywhere"], apart),
     }
 
 

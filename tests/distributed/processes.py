@@ -1,13 +1,15 @@
 """Processes that run functions of the tests, all at the same time.
 
-``python -m tests.distributed.processes SIZE FOLDER`` imports PyTorch once and forks the processes,
-which make a process group of gloo. Each reads which function to run, leaves in the folder what it
-returned, or how it failed, and says so.
+``python -m tests.distributed.processes`` imports PyTorch once. For each line "SIZE FOLDER" it forks
+a process, and that forks SIZE others, which make a process group of gloo. Each of these reads which
+function to run, leaves in the folder what it returned, or how it failed, and says so.
 """
 
 from __future__ import annotations
 
+import atexit
 import faulthandler
+import functools
 import importlib
 import json
 import os
@@ -24,8 +26,11 @@ from typing import Any
 import torch
 from torch import distributed as dist
 
-import syncpipe
-
+#: What their functions import, each of which takes a second.
+IMPORTED = (
+    "sklearn.datasets", "syncpipe.distributed", "torch.distributed.fsdp",
+    "torch.distributed.pipelining", "torch.distributed.tensor.parallel",
+)  # fmt: skip
 SECONDS = 600  # for one function: nothing but a hang takes so long on a busy machine
 
 
@@ -35,24 +40,21 @@ class Ranks:
     def __init__(self, size: int, folder: Path) -> None:
         self._folder, self._size, self._calls = folder, size, 0
         self._there = set(range(size))
-        self.server = subprocess.Popen(
-            [sys.executable, "-m", __name__, str(size), str(folder)],
-            cwd=Path(__file__).parents[2],
-            env={**os.environ, "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"},
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-        )
+        for name in ("calls", "answers"):
+            os.mkfifo(folder / name)
+        server().stdin.write(f"{size} {folder}\n")
+        server().stdin.flush()
+        self.calls = (folder / "calls").open("w")
+        self.answers = (folder / "answers").open()
 
     def run(self, function: Callable[..., Any], *args: Any, gone: Sequence[int] = ()) -> list[Any]:
         """What a function of a module returns in each process, or None of those that are gone."""
         self._calls += 1
-        stdin, stdout = self.server.stdin, self.server.stdout
-        stdin.write(json.dumps([self._calls, function.__module__, function.__name__, *args]) + "\n")
-        stdin.flush()
+        call = [self._calls, function.__module__, function.__name__, *args]
+        print(json.dumps(call), file=self.calls, flush=True)
         waiting, results = set(self._there), [None] * self._size
         while waiting:
-            rank, what = stdout.readline().split()
+            rank, what = self.answers.readline().split()
             waiting.discard(int(rank))
             if what == "gone":
                 self._there.discard(int(rank))
@@ -71,7 +73,23 @@ def ranks(size: int, folder: Path) -> Iterator[Ranks]:
     try:
         yield found
     finally:
-        found.server.communicate()  # which closes its input, so it ends all
+        found.calls.close()  # which ends all
+        found.answers.read()
+        found.answers.close()
+
+
+@functools.cache
+def server() -> subprocess.Popen[str]:
+    """The process from which all are forked; it ends with this one."""
+    started = subprocess.Popen(
+        [sys.executable, "-m", __name__],
+        cwd=Path(__file__).parents[2],
+        env={**os.environ, "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"},
+        stdin=subprocess.PIPE,
+        text=True,
+    )
+    atexit.register(started.communicate)
+    return started
 
 
 def told(call: Callable[[], Any]) -> str:
@@ -85,9 +103,23 @@ def told(call: Callable[[], Any]) -> str:
     return "nothing"
 
 
-def main(size: int, folder: str) -> None:
+def main() -> None:
     torch.set_num_threads(1)
-    assert syncpipe  # imported once for all
+    for module in IMPORTED:
+        with suppress(ImportError):
+            importlib.import_module(module)
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+    for line in sys.stdin:
+        size, folder = line.rstrip("\n").split(" ", 1)
+        if not os.fork():
+            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+            _lead(int(size), folder)
+            os._exit(0)
+
+
+def _lead(size: int, folder: str) -> None:
+    os.dup2(os.open(f"{folder}/calls", os.O_RDONLY), 0)
+    os.dup2(os.open(f"{folder}/answers", os.O_WRONLY), 1)
     children, pipes = {}, []
     for rank in range(size):
         readable, writable = os.pipe()
@@ -104,7 +136,7 @@ def main(size: int, folder: str) -> None:
             os.write(1, f"{children[os.wait()[0]]} gone\n".encode())
 
     threading.Thread(target=wait, daemon=True).start()
-    for line in sys.stdin:
+    for line in os.fdopen(os.dup(0)):
         for writable in pipes:
             with suppress(BrokenPipeError):
                 os.write(writable, line.encode())
@@ -136,4 +168,4 @@ def _live(rank: int, size: int, folder: str, readable: int) -> None:
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]), sys.argv[2])
+    main()

@@ -61,7 +61,7 @@ def test_one_pipe_called_from_several_threads(mode, make, replicas):
 
     def several(x):
         found = []
-        for k in range(60):
+        for k in range(24):
             with inline() if k % 4 == 3 else nullcontext():
                 found.append(gradients(pipe, pipe, x))
         return found

@@ -203,12 +203,12 @@ EXITS = {
     "at the end": "",
     "from an exception": "raise ValueError('the end')",
     "by sys.exit": "sys.exit(4)",
-    "while a layer runs": """
+    "while a layer runs": textwrap.dedent("""
         busy, never = threading.Event(), threading.Event()
         layers[1].function = lambda x: (busy.set(), never.wait())
         threading.Thread(target=pipe, args=(x,), daemon=True).start()
         busy.wait()
-    """,
+    """),
     "with the pipe in a cycle": "loop = [pipe]; loop.append(loop); del pipe",
     "with a graph alive": "keep = pipe(x.requires_grad_())",
 }
@@ -222,23 +222,37 @@ def run_python(*code):
     )
 
 
-@pytest.mark.parametrize("how", EXITS)
-def test_the_interpreter_exits_with_pipes_alive(how):
-    code = """
-        import sys, threading
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork here")
+def test_the_interpreter_exits_with_pipes_alive(tmp_path):
+    """In children of one process, which imports for all of them and has no pipes."""
+    done = run_python(f"""
+        import os, sys, threading
         import torch
         from tests.support.running import Do, pipe_of
+        for how, code in {EXITS}.items():
+            if not os.fork():
+                os.chdir({str(tmp_path)!r})
+                os.dup2(os.open(how + ".out", os.O_WRONLY | os.O_CREAT), 1)
+                os.dup2(os.open(how + ".err", os.O_WRONLY | os.O_CREAT), 2)
+                break
+            print(how, os.waitstatus_to_exitcode(os.wait()[1]), sep=": ", flush=True)
+        else:
+            os._exit(0)
         layers = torch.nn.Sequential(torch.nn.Linear(2, 2), Do(lambda x: None), torch.nn.Tanh())
         pipe = pipe_of(layers, checkpoint="always")
         x = torch.randn(4, 2)
         pipe(x).sum().backward()
         print("ran", flush=True)
-    """
-    done = run_python(code, EXITS[how])
-    assert done.returncode == {"from an exception": 1, "by sys.exit": 4}.get(how, 0), done.stderr
-    assert done.stdout == "ran\n"
-    assert ("the end" in done.stderr) == (how == "from an exception")
-    assert how == "from an exception" or "Traceback" not in done.stderr
+        exec(code)
+    """)
+    codes = dict(line.split(": ") for line in done.stdout.splitlines())
+    assert [*codes] == [*EXITS], done.stderr
+    for how, code in codes.items():
+        errors = (tmp_path / f"{how}.err").read_text()
+        assert int(code) == {"from an exception": 1, "by sys.exit": 4}.get(how, 0), (how, errors)
+        assert (tmp_path / f"{how}.out").read_text() == "ran\n"
+        assert ("the end" in errors) == (how == "from an exception")
+        assert how == "from an exception" or "Traceback" not in errors, (how, errors)
 
 
 @pytest.mark.skipif(FREE_THREADED, reason="modules are empty there before their objects die")

@@ -14,7 +14,7 @@ from tests.simulated.fuzz import check, drawn
 pytestmark = pytest.mark.gpu
 
 
-@settings(max_examples=150)
+@settings(max_examples=80)
 @given(chance=st.randoms(use_true_random=False))
 def test_a_random_pipe_computes_what_the_plain_model_computes_on_the_cpu(
     chance: random.Random,

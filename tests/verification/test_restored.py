@@ -55,7 +55,7 @@ def a_pipe(**options: Any) -> Pipe:
     return pipe
 
 
-@settings(max_examples=8)
+@settings(max_examples=5)
 @given(at=st.integers(1, 22), interrupt=st.booleans())
 def test_after_errors_as_well(at: int, interrupt: bool) -> None:
     # Some of these layers compute something else each time. Where they are recomputed that is

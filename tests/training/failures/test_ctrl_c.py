@@ -162,10 +162,10 @@ def is_ours(code: CodeType) -> bool:
 def test_at_each_line_of_ours(context: Callable[[], AbstractContextManager[Any]]) -> None:
     """Once: in the first of the runs that come to it.
 
-    At every second line, or all of them with SYNCPIPE_LINES=1: ``python -m tests.long lines``.
+    At every third line, or all of them with SYNCPIPE_LINES=1: ``python -m tests.long failures``.
     """
     tried, skipped = set[Any](), set[Any]()
-    apart = int(os.environ.get("SYNCPIPE_LINES", "2"))
+    apart = int(os.environ.get("SYNCPIPE_LINES", "3"))
     for scene in map(Scene, RUNS):
         with context():
             before, known = settings(), Lines(is_ours, None)
@@ -201,7 +201,7 @@ def at_any_time(by_hand: bool) -> None:
             scene.call()
             took = time.perf_counter() - start
             scene.grads.put_back()
-            for k in range(30):
+            for k in range(20):
                 try:
                     signal.setitimer(signal.ITIMER_REAL, took * chance.random() * 1.2 + 1e-5)
                     scene.call()
