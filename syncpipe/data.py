@@ -649,9 +649,21 @@ def _same_tensor(a: Tensor, b: Any) -> bool:
 # --- memory --------------------------------------------------------------------------------------
 
 
+def modules_of(module: nn.Module) -> list[nn.Module]:
+    """As ``module.modules()``, in less time."""
+    found: dict[nn.Module, None] = {}
+    todo: list[nn.Module | None] = [module]
+    while todo:
+        each = todo.pop()
+        if each is not None and each not in found:
+            found[each] = None
+            todo += reversed(each._modules.values())
+    return list(found)
+
+
 def places_of(module: nn.Module) -> Iterator[tuple[nn.Module, dict[str, Any], str, Tensor]]:
     """Yields ``(submodule, its _parameters or _buffers, name, tensor)`` for all tensors."""
-    for part in module.modules():
+    for part in modules_of(module):
         for held in (part._parameters, part._buffers):
             for name, tensor in held.items():
                 if tensor is not None:

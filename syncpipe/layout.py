@@ -50,7 +50,7 @@ class Layout:
     def changed(
         self,
         training: bool,
-        how: Initialization | None = None,
+        initialization: Initialization | None = None,
         sample: Any = None,
         **asked: Any,
     ) -> Layout:
@@ -67,8 +67,9 @@ class Layout:
         check_slots(new.schedule, list(map(len, workers_of)))
         partitions = _partitions(new, training, self)
         new = dataclasses.replace(new, workers_of=workers_of, partitions=partitions)
+        placed = partial(_placed, new, initialization or Initialization())
         try:
-            return or_as_before(partitions, partial(_placed, new, how or Initialization()))
+            return or_as_before(partitions, placed)
         except BaseException:
             with suppress(NotImplementedError):  # layers moved to meta have lost their values
                 move_layers(self.partitions, [worker.device for worker in self.workers])
@@ -102,7 +103,7 @@ def first_layout(
     module: nn.Sequential,
     balance: Any,
     devices: Iterable[Any] | None,
-    how: Initialization,
+    initialization: Initialization,
     sample: Any,
     **options: Any,
 ) -> Layout:
@@ -123,7 +124,7 @@ def first_layout(
             raise ValueError("sample= is for balance='time' only: leave it out")
     layers = cast("dict[str, nn.Module]", dict(module._modules))
     empty = Layout(layers={}, balance=[], devices=given, **options)
-    return empty.changed(module.training, how, sample, layers=layers, balance=balance)
+    return empty.changed(module.training, initialization, sample, layers=layers, balance=balance)
 
 
 def _sizes(asked: Layout, module: nn.Sequential, sample: Any) -> list[int]:
@@ -185,10 +186,10 @@ def _workers_of(asked: Layout) -> list[tuple[Worker, ...]]:
     return found
 
 
-def _placed(layout: Layout, how: Initialization) -> Layout:
+def _placed(layout: Layout, initialization: Initialization) -> Layout:
     """Builds, checks and moves the layers of a new layout."""
     partitions, devices = layout.partitions, [worker.device for worker in layout.workers]
-    build_layers(partitions, devices, how)
+    build_layers(partitions, devices, initialization)
     layers = chain.from_iterable(partition._modules.items() for partition in partitions)
     layout = dataclasses.replace(layout, layers=dict(layers)).with_checkpoint(layout.checkpoint)
     verify_skippables(layout.sequential())

@@ -35,7 +35,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.lazy import LazyModuleMixin
 
-from syncpipe.data import tensors_in
+from syncpipe.data import modules_of, tensors_in
 from syncpipe.runtime.interrupts import forkable_lock, run_and_undo
 
 _T = TypeVar("_T")
@@ -480,7 +480,7 @@ def is_compiled(module: nn.Module) -> bool:
 
 def never_draws(module: nn.Module) -> bool:
     """Whether all modules of a layer are PyTorch's own, never draw, and have no hooks."""
-    return all(map(_is_deterministic, module.modules()))
+    return all(map(_is_deterministic, modules_of(module)))
 
 
 def _is_known(module: nn.Module) -> bool:

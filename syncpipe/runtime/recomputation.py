@@ -215,7 +215,7 @@ class ModuleState:
         self._versions = list(map(_VERSION, self._computing))
         self._renormed = dict(self.changes.renormed.items())
 
-    def version(self, buffer: Tensor, version: int) -> _BufferCopy:
+    def buffer_copy(self, buffer: Tensor, version: int) -> _BufferCopy:
         """The copy of a buffer in its current version, shared by all cells."""
         key = id(buffer), version
         if (found := self._copies.get(key)) is None:
@@ -381,7 +381,7 @@ class Recomputation:
         modules, version, copy = self.modules, version_of(buffer), None
         known = may_keep or place in modules.changes.steady
         if not buffer.requires_grad and (place in modules.expected or not known):
-            copy = modules.version(buffer, version)
+            copy = modules.buffer_copy(buffer, version)
         sums = _sums(buffer) if modules.first else None
         self._noted.append(_BufferNote(place, buffer, version, copy, sums))
 

@@ -22,6 +22,7 @@ from syncpipe.data import (
     distinct,
     hidden_tensor,
     map_tensors,
+    modules_of,
     objects_in,
     tensors_in,
     with_class_of,
@@ -103,7 +104,7 @@ class MiniBatch:
         for indices in pipeline.replica_indices:
             if pipeline.stages[indices[0]].defers_batch_norm:
                 statistics = MiniBatchStatistics()
-                for each in chain.from_iterable(self.runs[k].all for k in indices):
+                for each in chain.from_iterable(self.runs[k].with_units for k in indices):
                     each.statistics = statistics
 
 
@@ -184,7 +185,7 @@ def check_collectives(pipeline: Pipeline, *, grad: bool, inline: bool) -> None:
     several = not inline and len(pipeline.workers) > 1
     parallel: dict[int, int] = {}  # workers of the stages with sharded parameters
     for stage in pipeline.stages:
-        for module in stage.partition.modules():
+        for module in modules_of(stage.partition):
             kind: Any = type(module)
             if (grad or several) and (wrapper := _wrapper(kind)):
                 raise RuntimeError(
@@ -319,7 +320,7 @@ class Call(MiniBatch):
         """Substitutes leaves of the same memory for tensors with hooks or a graph, which serve the
         caller's graph once per call."""
         for stage in self.pipeline.stages[: self.pipeline.n]:
-            for module in stage.partition.modules():
+            for module in modules_of(stage.partition):
                 for tensor in chain(module._parameters.values(), module._buffers.values()):
                     if tensor is None or not tensor.requires_grad or is_lazy(tensor):
                         continue

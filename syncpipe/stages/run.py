@@ -88,7 +88,7 @@ class StageRun:
         self.recomputation = recompute.StageRecomputation(self, mode)
 
     @property
-    def all(self) -> list[StageRun]:
+    def with_units(self) -> list[StageRun]:
         return [self, *[unit for unit, _ in self.units]]
 
     @cached_property

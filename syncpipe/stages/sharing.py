@@ -70,7 +70,7 @@ def use_substitutes(
     run: StageRun, substitute_of: dict[int, Tensor], shallow: dict[Stage, ShallowCopy]
 ) -> None:
     """Makes the cells of a stage compute with substitutes."""
-    for each in run.all:
+    for each in run.with_units:
         each.substitute_of, each.shallow = substitute_of, shallow.get(each.stage)
         each.swaps = [] if each.shallow else swaps_of(each.partition, substitute_of)
         each.stage.changes.needs_lock = True  # all threads see the modules
@@ -246,11 +246,11 @@ class SharedTensors:
         for home in homes.values():
             if len({self._workers[j] for j in home}) > 1:
                 copied |= home
-            for run in [run for j in home for run in runs[j].all]:
+            for run in [run for j in home for run in runs[j].with_units]:
                 # Two callers of the pipe would swap tensors in one module.
                 run.stage.changes.lock = runs[min(home)].stage.changes.lock
         before, self._shallow = self._shallow, {}
-        for stage in [run.stage for j in copied for run in runs[j].all]:
+        for stage in [run.stage for j in copied for run in runs[j].with_units]:
             self._shallow[stage] = before.get(stage) or ShallowCopy(stage.partition)
         return self._shallow
 
@@ -406,9 +406,9 @@ class CallReplicas:
             for m in run.partition.modules()
         ]
         mode = (run.grad, *kinds)
-        trusted = all(mode in each.stage.draws_by_mode for each in run.all)
+        trusted = all(mode in each.stage.draws_by_mode for each in run.with_units)
         self._draws.append((owner, run, mode, trusted))
-        for each in run.all if trusted else ():
+        for each in run.with_units if trusted else ():
             each.drawing.trusted, each.drawing.draws = True, list(each.stage.draws_by_mode[mode])
         if trusted and not (owner.stage.backward_draws or run.stage.backward_draws):
             run.drawing.backward_draws = 0
@@ -441,7 +441,7 @@ class CallReplicas:
                 )
         unexpected: list[str] = []
         for owner, run, mode, trusted in self._draws:
-            for one, other in zip(owner.all, run.all, strict=True):
+            for one, other in zip(owner.with_units, run.with_units, strict=True):
                 draws = list(map(or_, one.drawing.draws, other.drawing.draws))
                 known = other.stage.draws_by_mode.get(mode, draws)
                 other.stage.draws_by_mode[mode] = draws

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from syncpipe.data import modules_of
 from syncpipe.layers.batchnorm import DeferredBatchNorm
 from syncpipe.layers.unpack import chained
 from syncpipe.runtime.random_numbers import Generators, has_hooks
@@ -117,13 +118,14 @@ class Stage:
     @property
     def backward_is_deterministic(self) -> bool:
         """Whether all layers are PyTorch's own (these draw in forward only) and have no hooks."""
-        return not any(
-            has_hooks(m)
-            or not (m is self.partition or type(m).__module__.startswith("torch.nn.modules."))
-            for m in self.partition.modules()
-        ) and not any(
-            p._backward_hooks or p._post_accumulate_grad_hooks for p in self.partition.parameters()
-        )
+        for module in modules_of(self.partition):
+            of_torch = type(module).__module__.startswith("torch.nn.modules.")
+            if has_hooks(module) or not (of_torch or module is self.partition):
+                return False
+            for p in module._parameters.values():
+                if p is not None and (p._backward_hooks or p._post_accumulate_grad_hooks):
+                    return False
+        return True
 
     def is_new(self, mode: Any) -> bool:
         if mode in self.seen:

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from syncpipe.data import described, distinct, map_tensors, storage_users, tensors_in
+from syncpipe.data import described, distinct, map_tensors, modules_of, storage_users, tensors_in
 from syncpipe.runtime.graph import AccumulateGrad, go_back, nodes_of
 from syncpipe.runtime.recomputation import Recomputation
 from syncpipe.runtime.streams import moved
@@ -206,13 +206,16 @@ class Leaves:
         #: The nodes of known leaves, which later searches skip.
         self._known_nodes: list[set[Any]] = [set() for _ in self._known]
         self.nested_backward = [False for _ in self._known]  # by layers, inside their backward
+        self._plain = set[type]()  # kinds of nodes that need no look
 
     def unknown_leaves(self, j: int, nodes: Iterable[Any], *cuts: Any) -> list[Tensor]:
         """The unknown leaves of the graph of ``nodes``; RuntimeError if it has other ``cuts``."""
-        known, nodes_known = self._known[j], self._known_nodes[j]
+        known, nodes_known, plain = self._known[j], self._known_nodes[j], self._plain
         new = []
         for node in nodes_of(nodes, nodes_known):
             kind = type(node)
+            if kind in plain:
+                continue
             if kind is AccumulateGrad:
                 if id(node.variable) in known:
                     nodes_known.add(node)
@@ -223,6 +226,8 @@ class Leaves:
                     raise RuntimeError(FOREIGN)
             elif kind.__name__ == "CheckpointFunctionBackward":  # use_reentrant=True
                 self.nested_backward[j] = True
+            else:
+                plain.add(kind)
         return new
 
 
@@ -370,5 +375,5 @@ def _without_grad(leaves: Iterable[Tensor]) -> list[Tensor]:
 
 
 def _parameters_of(partition: nn.Module) -> list[Tensor]:
-    every = chain(*[module._parameters.values() for module in partition.modules()])
+    every = chain(*[module._parameters.values() for module in modules_of(partition)])
     return list({id(p): p for p in every if p is not None}.values())

@@ -24,7 +24,15 @@ from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 from torch.nn.parameter import is_lazy
 
-from syncpipe.data import described, gather, map_tensors, scatter_sized, storage_users, tensors_in
+from syncpipe.data import (
+    described,
+    gather,
+    map_tensors,
+    modules_of,
+    scatter_sized,
+    storage_users,
+    tensors_in,
+)
 from syncpipe.runtime.graph import captured_grads, go_back
 from syncpipe.runtime.interrupts import Swap, run_and_undo
 from syncpipe.runtime.recomputation import copy_of, is_small, version_of
@@ -116,7 +124,7 @@ class Captured(Leaves):
         self._buffers: list[tuple[nn.Module, str, Tensor, int, Tensor | None]] = []
         made: dict[int, Tensor] = {}
         for stage in stages[: call.pipeline.n]:
-            for module in stage.partition.modules():
+            for module in modules_of(stage.partition):
                 for name, buffer in module._buffers.items() if module._buffers else ():
                     if buffer is not None and not is_lazy(buffer):
                         copied = copy_of(buffer, made) if is_small(buffer) else None
@@ -156,7 +164,7 @@ class Captured(Leaves):
             else:
                 foreign = set() if ties is None else ties.foreign(j)
                 own |= {id(t): t for t in _tensors_of(stage.partition) if id(t) not in foreign}
-                for module in stage.partition.modules():
+                for module in modules_of(stage.partition):
                     self._swaps += [(module._parameters, *p) for p in module._parameters.items()]
             for tensor in own.values():
                 if tensor.requires_grad:
@@ -334,7 +342,7 @@ def _sum(first: Tensor, second: Tensor) -> Tensor:
 def _tensors_of(partition: nn.Module) -> list[Tensor]:
     found = {
         id(tensor): tensor
-        for module in partition.modules()
+        for module in modules_of(partition)
         for tensor in chain(module._parameters.values(), module._buffers.values())
         if tensor is not None and tensor.requires_grad
     }

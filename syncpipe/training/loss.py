@@ -147,10 +147,10 @@ class Objective:
             return None
         return divisor / total if total else None
 
-    def loss(self, of: Sequence[int] | None = None, losses: list[Any] | None = None) -> Tensor:
-        """The combined loss ``of`` micro-batches (None: all), detached; or other ``losses``."""
-        found = self._losses if of is None else [self._losses[i] for i in of]
-        loss: Tensor = self.combine(losses or found, of)
+    def loss(self, indices: Sequence[int] | None = None, losses: list[Any] | None = None) -> Tensor:
+        """The combined loss of micro-batches (None: all), detached; or other ``losses`` of them."""
+        found = self._losses if indices is None else [self._losses[i] for i in indices]
+        loss: Tensor = self.combine(losses or found, indices)
         return loss
 
     def metrics(self) -> dict[str, Any] | None:
@@ -170,10 +170,10 @@ class Objective:
             found[name] = self.combine(values) if single else values
         return found
 
-    def combine(self, values: list[Any], of: Sequence[int] | None = None) -> Any:
+    def combine(self, values: list[Any], indices: Sequence[int] | None = None) -> Any:
         """Combines values of all micro-batches, or some, as their losses are combined."""
-        weights = self._weights if of is None else [self._weights[i] for i in of]
-        total = self.total() if of is None or self.is_sum else sum(weights)
+        weights = self._weights if indices is None else [self._weights[i] for i in indices]
+        total = self.total() if indices is None or self.is_sum else sum(weights)
         parts = [
             self._part(value, weight, total)
             for value, weight in zip(values, weights, strict=True)

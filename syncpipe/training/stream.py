@@ -346,7 +346,7 @@ class _StageWeights:
 
     def use_versions(self, run: StageRun) -> None:
         """Makes the cells of a stage compute with the version in use."""
-        for each in run.all:
+        for each in run.with_units:
             swaps: dict[int, list[Swap]] = {}
             for leaves in self.leaves:
                 others = dict(zip(map(id, self.parameters), leaves, strict=True))
@@ -654,7 +654,7 @@ class _StreamTask(TrainingTask):
         except BaseException as error:
             annotate(error, f"in the update of stage {j}, after micro-batch {i}")
             raise
-        for run in self.call.runs[j].all:
+        for run in self.call.runs[j].with_units:
             if run.recomputation.modules is not None:
                 run.recomputation.modules.note_versions()
         if self.call.state.nested:  # its casts are of the old weights

@@ -347,7 +347,7 @@ def train(
         raise TypeError(
             f"grad_scaler must be a torch.amp.GradScaler, not {type(grad_scaler).__name__}"
         )
-    plan = build(schedule, source.m, pipeline.placement)
+    built = build(schedule, source.m, pipeline.placement)
     number = isinstance(accumulate, Real) and not isinstance(accumulate, bool)
     if not (number and 0 < float(accumulate) < math.inf):
         raise ValueError(f"accumulate={accumulate!r}: must be the number of mini-batches, above 0")
@@ -363,11 +363,11 @@ def train(
             head = LossHead(call, objective, leaves, keep_outputs=return_outputs, check=check)
             watch = None
             if averaging is not None:
-                watch = averaging.begin(plan, leaves, objective)
-            task = TrainingTask(call, source, head, leaves, splits=plan.splits, watch=watch)
+                watch = averaging.begin(built, leaves, objective)
+            task = TrainingTask(call, source, head, leaves, splits=built.splits, watch=watch)
             returns = () if call.ties is None else call.ties.edges
             recomputed = call.rematerialized[: pipeline.n]
-            steps = training_steps(pipeline.edges, plan, recomputed, returns=returns)
+            steps = training_steps(pipeline.edges, built, recomputed, returns=returns)
             # Post-accumulate hooks (an optimizer step, for example) run once a call, at its end.
             hooked = [p for p in chain(*leaves.parameters) if p._post_accumulate_grad_hooks]
             places: list[Any] = [leaf._post_accumulate_grad_hooks for leaf in hooked]

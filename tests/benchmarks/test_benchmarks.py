@@ -180,7 +180,8 @@ def test_naps_that_are_not_those_of_the_simulation_are_not_measured():
     reason="there are no simulated devices",
 )
 def test_parts_for_accelerators_run_on_simulated_ones_and_are_skipped_without(tmp_path, capsys):
-    names = ["gpu", "peers.gpu-gpt2", "memory"]
+    names = [f"gpu.{part}" for part in ("tests1", "overhead", "workers", "memory", "plan")]
+    names += ["peers.gpu-gpt2", "memory"]
     command = [sys.executable, "-m", "benchmarks", *names, "--quick", f"--folder={tmp_path}"]
     subprocess.run(command, env={**os.environ, "SYNCPIPE_SIMULATED": "1"}, check=True)
     for name in ("gpu", "memory"):

@@ -104,7 +104,6 @@ def told(call: Callable[[], Any]) -> str:
 
 
 def main() -> None:
-    torch.set_num_threads(1)
     for module in IMPORTED:
         with suppress(ImportError):
             importlib.import_module(module)
@@ -146,6 +145,7 @@ def _lead(size: int, folder: str) -> None:
 
 
 def _live(rank: int, size: int, folder: str, readable: int) -> None:
+    torch.set_num_threads(1)  # else threads of autograd do, at once, of which one may fail
     answers = os.dup(1)
     os.dup2(2, 1)
     meeting = f"file://{folder}/meet"

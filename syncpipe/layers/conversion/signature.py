@@ -256,7 +256,7 @@ def call_input(layers: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any])
 
 def refresh(layers: nn.Module) -> None:
     """Make converted layers follow changes of their model; raises for others (``Origin``)."""
-    origins = {getattr(layer, "_origin", None) for layer in layers._modules.values()}
+    origins = {vars(layer).get("_origin") for layer in layers._modules.values()}
     for origin in filter(None, origins):
         origin.refresh()
 
@@ -289,7 +289,7 @@ def model_signature(layers: nn.Module) -> inspect.Signature | None:
 
 def _signature_of(layers: nn.Module) -> Signature | None:
     first = next(iter(layers._modules.values()), None)
-    return getattr(first, "_model_signature", None)
+    return None if first is None else vars(first).get("_model_signature")
 
 
 def _type_of(value: Any) -> str:
