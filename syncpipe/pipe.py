@@ -229,6 +229,7 @@ class Pipe(ModelNames):
         init_fn: Callable[[nn.Module], Any] | None = None,
         timeout: float = 5.0,
         verbose: bool = True,
+        eval_sample: Any = None,
         **sample_kwargs: Any,
     ) -> Self:
         """Make a pipe of any model that fits the devices and can train, in one call::
@@ -253,6 +254,7 @@ class Pipe(ModelNames):
             init_fn: as for ``Pipe``.
             timeout: seconds for measurements.
             verbose: print three lines: free memory, planned speed, what limits it.
+            eval_sample: as for :func:`syncpipe.sequential`.
 
         Raises:
             ValueError: the sample has no batch in dimension 0, the model cannot be split, or no
@@ -261,7 +263,7 @@ class Pipe(ModelNames):
         made: Self = auto(
             cls, model, sample, sample_kwargs, batch_size=batch_size, devices=devices,
             memory=memory, optimizer=optimizer, loss_fn=loss_fn, target=target, weights=weights,
-            init_fn=init_fn, timeout=timeout, verbose=verbose,
+            init_fn=init_fn, timeout=timeout, verbose=verbose, eval_sample=eval_sample,
         )  # fmt: skip
         return made
 
@@ -602,7 +604,7 @@ class Pipe(ModelNames):
         check_flags(global_loss=global_loss)
 
         def step(weighed: Callable[[Objective], None] | None = None) -> Any:
-            source = self._source(input, target, data_iter)
+            source = self._source(input, target, data_iter, training=False)
             if loss_fn is None and (target is not None or weighed is not None):
                 what = "a target" if weighed is None else "global_loss=True"
                 raise ValueError(
@@ -783,9 +785,12 @@ class Pipe(ModelNames):
             )
         return self._pipeline
 
-    def _source(self, input: Any, target: Any, data_iter: Iterable[Any] | None) -> Source:
+    def _source(
+        self, input: Any, target: Any, data_iter: Iterable[Any] | None, training: bool | None = None
+    ) -> Source:
         self._check_own_calls("train_batch and eval_batch")
-        device, pack = self._layout.workers[0].device, partial(batch_input, self)
+        device = self._layout.workers[0].device
+        pack = partial(batch_input, self, training=training)
         if self._loader_passes is None:
             self._loader_passes = WeakIdKeyDictionary()
         passes = self._loader_passes

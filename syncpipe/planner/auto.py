@@ -60,6 +60,7 @@ def auto(
     init_fn: Callable[[nn.Module], Any] | None,
     timeout: float,
     verbose: bool,
+    eval_sample: Any,
 ) -> Any:
     """The body of ``Pipe.auto``; ``make`` is the class of the pipe."""
     if not sample and not sample_kwargs:
@@ -96,8 +97,8 @@ def auto(
     scale = param_scale_of(optimizer)
     gc.collect()  # memory in reference cycles counts as free
     devices, limits = _find_devices(devices, memory, model)
-    layers = _to_layers(model, sample, sample_kwargs, len(devices))
-    input = call_input(layers, sample, sample_kwargs)
+    layers = _to_layers(model, sample, sample_kwargs, eval_sample, len(devices))
+    input = call_input(layers, sample, sample_kwargs, training=True)
     samples_in(input)  # raises if the input has no batch
     if weights is not None:
         init_fn = reader(layers, weights, init_fn=init_fn)
@@ -145,7 +146,11 @@ def auto(
 
 
 def _to_layers(
-    model: nn.Module, sample: tuple[Any, ...], kwargs: dict[str, Any], devices: int
+    model: nn.Module,
+    sample: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    eval_sample: Any,
+    devices: int,
 ) -> nn.Sequential:
     """The model itself if it is an ``nn.Sequential`` with enough layers, else converted to one."""
     name = type(model).__name__
@@ -155,7 +160,12 @@ def _to_layers(
     plain = isinstance(model, nn.Sequential) and type(model).forward is nn.Sequential.forward
     if not (hasattr(model, "whole") or (plain and len(model) >= devices)):  # type: ignore[arg-type]
         meta = any(tensor.is_meta for tensor in model.parameters())
-        layers = sequential(model, *sample, **kwargs, verify=not meta)
+        layers = sequential(model, *sample, **kwargs, verify=not meta, eval_sample=eval_sample)
+    elif eval_sample is not None:
+        raise TypeError(
+            f"eval_sample is for a model that Pipe.auto converts, and {name} is a chain of layers: "
+            "give it to syncpipe.sequential"
+        )
     assert isinstance(layers, nn.Sequential)
     if len(layers) < min(devices, 2):
         why = [f"{path}: {reason} {line}" for path, line, reason in getattr(layers, "whole", ())]

@@ -390,14 +390,16 @@ class ConvertedLayer(Holder):
                 f"code contains the old dtype: change it first, then convert\n{self}"
             )
         skips, namespaces = self._syncpipe_skips, self._skip_namespaces
+        code = self._code()
         if self._model_signature is not None:
-            input = _packed(self._model_signature.tensors(input))
+            signature = self._model_signature.of(code is self._codes[0])
+            input = _packed(signature.tensors(input))
         given = [store.take((namespaces[name], name), self) for name in skips.pop]
         if self._gathers:
             device = self._device
             input, given = map_tensors(lambda ts: [t.to(device) for t in ts], (input, given))
         with torch.set_grad_enabled(torch.is_grad_enabled()):  # also after an error
-            sent = self._code().run(self, input, *given)
+            sent = code.run(self, input, *given)
         for name, value in zip(skips.stash, sent[1:], strict=True):
             store.put((namespaces[name], name), value, self)
         return sent[0]

@@ -15,7 +15,7 @@ import mmap
 import operator
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, nullcontext, suppress
 from functools import partial
 from itertools import chain
@@ -94,7 +94,11 @@ class Converted(ModelNames, nn.Sequential):
 
 
 def sequential(
-    model: nn.Module, *sample_args: Any, verify: bool = True, **sample_kwargs: Any
+    model: nn.Module,
+    *sample_args: Any,
+    verify: bool = True,
+    eval_sample: Any = None,
+    **sample_kwargs: Any,
 ) -> Converted:
     """Make an ``nn.Sequential`` of any model, for ``Pipe``::
 
@@ -126,7 +130,11 @@ def sequential(
             into micro-batches, and passes others, and any in :class:`NoChunk`, whole to each. (A
             model on ``meta`` runs with values that take no memory, if the sample has values.)
         verify: compare outputs, gradients and buffers with the model's, for the sample.
-        sample_kwargs: keyword arguments of the call (none can have the name ``verify``).
+        eval_sample: the arguments of a call in evaluation, a tuple or a dict of keyword arguments,
+            if these are others: ``sequential(model, x, labels, eval_sample=(x,))``. Its tensors
+            are some of the sample's.
+        sample_kwargs: keyword arguments of the call (none can be named ``verify`` or
+            ``eval_sample``).
 
     Returns:
         As many layers as possible. Names in ``state_dict()`` and ``named_parameters()`` are the
@@ -157,6 +165,8 @@ def sequential(
         raise ValueError(f"{name} is on meta, where nothing can be compared: pass verify=False")
     signature = Signature(model.forward, name)
     sample = signature.take(sample_args, sample_kwargs)
+    if eval_sample is not None:
+        signature.take_evaluation(*_as_arguments(eval_sample))
     eager = any(map(_is_compiled, model.modules()))
     with torch.compiler.set_stance("force_eager") if eager else nullcontext():
         found = restoring_module(model, partial(_Conversion, model, signature, sample))
@@ -164,8 +174,7 @@ def sequential(
         layers.training = model.training
         layers.origin.begin(layers)
         if verify:
-            call = partial(signature.call, sample)
-            restoring_module(model, partial(_check_layers, model, layers, call))
+            restoring_module(model, partial(_check_layers, model, layers, signature, sample))
     if compiled:
         found.notes.append(f"{name} is compiled, and its layers are not: call pipe.compile()")
     for note in found.notes:
@@ -312,7 +321,7 @@ class _Conversion:
         for mode in (True, False):
             if self._progress is not None:
                 self._progress.update()
-            call, names = self.signature.call(tensors), self.signature.names
+            call, names = self.signature.call(tensors, mode), self.signature.of(mode).names
             model = self.model.train(mode)
             found[mode] = Tracer(model, self.leaves, self._paths, self._objects, names, *call)
         return found
@@ -395,7 +404,8 @@ class _Conversion:
             args, kwargs = signature.call(tensors)
             with suppress(Exception):
                 self.model(*args, **kwargs)
-                signature.is_cut = [k in cut and k not in few for k in range(len(tensors))]
+                is_cut = [k in cut and k not in few for k in range(len(tensors))]
+                signature.settle(is_cut=is_cut, free=signature.free)
                 return
 
     def _other_sizes(self) -> dict[_Group, list[int]]:
@@ -437,7 +447,7 @@ class _Conversion:
                     pinned += faults
                     if not guards:
                         break
-                    self.signature.free = free | group
+                    self.signature.settle(free=free | group)
                     same = self._needless(guards, tensors)
                     harmless |= {node: same and harmless.get(node, True) for node in guards}
                     continue
@@ -457,7 +467,7 @@ class _Conversion:
                     + self._time_first()
                 )
         if not found:
-            self.signature.free = free
+            self.signature.settle(free=free)
             for node, same in harmless.items():
                 node.meta["pure"] = same
         return found
@@ -492,11 +502,12 @@ class _Conversion:
             return False
         for node in guards:
             node.meta["pure"] = True
-        call, without = partial(self.signature.call, tensors), self.layers()
+        without = self.layers()
         for node in guards:
             node.meta["pure"] = False
+        calls = {mode: partial(self.signature.call, tensors, mode) for mode in (True, False)}
         with suppress(Exception):  # the model may refuse this size in another mode
-            return all(_compare(self.model, without, call, mode).same for mode in (True, False))
+            return all(_compare(self.model, without, calls[mode], mode).same for mode in calls)
         return False
 
     def _resized(self, group: _Group, size: int) -> list[Tensor]:
@@ -602,6 +613,17 @@ class _Conversion:
                         "which train() of its layers would not: write that into the train() of "
                         "the module itself"
                     )
+
+
+def _as_arguments(sample: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    if isinstance(sample, Mapping):
+        return (), dict(sample)
+    if not isinstance(sample, (tuple, list)):
+        kind = type(sample).__name__
+        raise TypeError(
+            f"eval_sample is a {kind}: give the arguments of a call, a tuple (x,) or a dict by name"
+        )
+    return tuple(sample), {}
 
 
 def _progress(name: str) -> Any:
@@ -716,8 +738,11 @@ def _is_method(forward: Any, module: nn.Module) -> bool:
 # Comparing layers with the model
 
 
-def _check_layers(model: nn.Module, layers: Converted, call: _Arguments) -> None:
+def _check_layers(
+    model: nn.Module, layers: Converted, signature: Signature, sample: list[Tensor]
+) -> None:
     for training in (True, False):
+        call = partial(signature.call, sample, training)
         found = _compare(model, layers, call, training)
         if not found.same:
             outputs = [name for name in found.names if not name.startswith(_GRADIENT)]

@@ -3,13 +3,15 @@
     pipe(input_ids, attention_mask=mask)  ->  {"input_ids": ..., "attention_mask": ...}  ->  tensors
 
 The tensors of the sample are the inputs of the first layer. The trace depends on all other values
-in the sample (flags, None), which must therefore be equal in every call.
+in the sample (flags, None), which must therefore be equal in every call. Evaluation may have a
+sample of its own.
 """
 
 from __future__ import annotations
 
+import copy
 import inspect
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -47,7 +49,11 @@ class Signature:
         is_cut: for each tensor whether it is cut into micro-batches (False in ``NoChunk``).
         free: dimensions whose size may change between calls, as (index of the tensor, dimension).
         batch: the batch size of the sample.
+        evaluation: the signature in evaluation, if that has a sample of its own.
     """
+
+    evaluation: Signature | None = None
+    _mode = ""  # in messages
 
     def __init__(self, forward: Callable[..., Any], name: str) -> None:
         signature = inspect.signature(forward)
@@ -90,6 +96,24 @@ class Signature:
         self._shapes, self._kinds = list(map(shape_of, tensors)), list(map(_kind, tensors))
         return tensors
 
+    def take_evaluation(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Learn a sample for evaluation, whose tensors must be among those of the sample."""
+        own = copy.copy(self)
+        tensors = own.take(args, kwargs)
+        for name, tensor in zip(own.names, tensors, strict=True):
+            k = self.names.index(name) if name in self.names else -1
+            if k < 0 or (shape_of(tensor), _kind(tensor)) != (self._shapes[k], self._kinds[k]):
+                there = f"{self._kinds[k]}{list(self._shapes[k])}" if k >= 0 else "no such tensor"
+                raise ValueError(
+                    f"eval_sample has {name}={described(tensor)}, and the sample {there}: the "
+                    "tensors of evaluation must be some of the sample's, of the same sizes"
+                )
+        self.evaluation, self._mode, own._mode = own, " for training", " for evaluation"
+
+    def of(self, training: bool) -> Signature:
+        """The signature in a mode."""
+        return self if training or self.evaluation is None else self.evaluation
+
     def _refuse_lists_of_images(self, sample: dict[str, Any]) -> None:
         """Raise for a list of images, one per sample, as detection models take."""
         for name, value in sample.items():
@@ -123,9 +147,19 @@ class Signature:
         pairs = zip(self.names, tensors, strict=True)
         return ", ".join(f"{name}: {described(tensor)}" for name, tensor in pairs)
 
-    def call(self, tensors: Iterable[Tensor]) -> _Arguments:
-        """The sample's arguments with copies of these tensors: models may write into them."""
-        return self.arguments(map_tensors(_copies, value) for value in tensors)
+    def call(self, tensors: Sequence[Tensor], training: bool = True) -> _Arguments:
+        """The arguments of a call in a mode, with copies of tensors like the sample's: models may
+        write into them."""
+        given, own = dict(zip(self.names, tensors, strict=True)), self.of(training)
+        return own.arguments(map_tensors(_copies, given[name]) for name in own.names)
+
+    def settle(self, *, is_cut: list[bool] | None = None, free: set[tuple[int, int]]) -> None:
+        """Sets what conversion finds of the tensors, in both modes."""
+        self.is_cut, self.free = is_cut or self.is_cut, free
+        if (own := self.evaluation) is not None:
+            places = [self.names.index(name) for name in own.names]
+            own.is_cut = [self.is_cut[k] for k in places]
+            own.free = {(places.index(k), d) for k, d in free if k in places}
 
     def arguments(self, values: Iterable[Any]) -> _Arguments:
         """The arguments of the sample, with its tensors replaced by these values."""
@@ -151,8 +185,9 @@ class Signature:
             then, now = self._sample.get(name, ...), found.get(name, ...)
             if not (equal(then, now) or (then is Tensor and is_input(now))):
                 raise ValueError(
-                    f"{self.name} was converted with a sample in which {name} is {_shown(then)}, "
-                    f"and here it is {_shown(now)}, for which the model may do something else: "
+                    f"{self.name} was converted with a sample{self._mode} in which {name} is "
+                    f"{_shown(then)}, and here it is {_shown(now)}, for which the model may do "
+                    "something else: "
                     "call it as in the sample, or convert the model with a sample like this call"
                 )
         return [leaf for leaf in found.values() if is_input(leaf)]
@@ -236,9 +271,12 @@ def _kind(tensor: Any) -> str:
 # Calls of layers, converted or not
 
 
-def call_input(layers: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """The input of the first layer for a call with these arguments."""
-    signature = _signature_of(layers)
+def call_input(
+    layers: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], training: bool | None = None
+) -> Any:
+    """The input of the first layer for a call with these arguments, in the mode of the layers or
+    in another one."""
+    signature = _signature_of(layers, training)
     if signature is not None:
         refresh(layers)
         return signature.packed(signature.given(args, kwargs))
@@ -261,9 +299,9 @@ def refresh(layers: nn.Module) -> None:
         origin.refresh()
 
 
-def batch_input(layers: nn.Module, input: Any) -> Any:
-    """The input of the first layer for ``train_batch(input)``: a tuple or a dict is arguments."""
-    signature = _signature_of(layers)
+def batch_input(layers: nn.Module, input: Any, training: bool | None = None) -> Any:
+    """As ``call_input``, for ``train_batch(input)``: a tuple or a dict is arguments."""
+    signature = _signature_of(layers, training)
     return input if signature is None else signature.packed(signature.given_as_one(input))
 
 
@@ -287,9 +325,10 @@ def model_signature(layers: nn.Module) -> inspect.Signature | None:
     return None if signature is None else signature.parameters
 
 
-def _signature_of(layers: nn.Module) -> Signature | None:
+def _signature_of(layers: nn.Module, training: bool | None = None) -> Signature | None:
     first = next(iter(layers._modules.values()), None)
-    return None if first is None else vars(first).get("_model_signature")
+    found = None if first is None else vars(first).get("_model_signature")
+    return found and found.of(layers.training if training is None else training)
 
 
 def _type_of(value: Any) -> str:

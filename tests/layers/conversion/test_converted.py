@@ -749,3 +749,61 @@ def test_models_are_converted_by_several_threads_one_after_another():
     assert repr(found[0]) == repr(found[1])
     assert builtins.len is before
     assert nn.Module.__call__ is nn.Module._wrapped_call_impl
+
+
+# --- a sample of evaluation ----------------------------------------------------------------------
+
+
+class MayLose(nn.Module):
+    """Returns a loss for each sample if there are labels, as many models of libraries do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Sequential(nn.Linear(6, 8), nn.Dropout(0.2), nn.Tanh(), nn.Linear(8, 8))
+        self.head = nn.Linear(8, 3)
+
+    def forward(self, x: Tensor, label: Tensor | None = None, *, scaled: bool = False) -> Tensor:
+        logits = self.head(self.body(x))
+        if label is not None:
+            return F.cross_entropy(logits, label, reduction="none")
+        return 2 * logits if scaled else logits
+
+
+@pytest.mark.parametrize(
+    "sample", [lambda x: (x,), lambda x: {"x": x}, lambda x: {"x": x, "scaled": True}]
+)
+def test_evaluation_may_have_arguments_of_its_own(sample):
+    model, x, label = MayLose(), torch.randn(7, 6), torch.randint(3, (7,))
+    scaled = "scaled" in sample(x)
+    flags = {"scaled": True} if scaled else {}
+    layers = sequential(model, x[:5], label[:5], eval_sample=sample(x[:5]))
+    pipe = Pipe(layers, "parameters", devices=["cpu:0", "cpu:1"], chunks=2)
+    assert pipe(x, label).shape == (7,)
+    assert verify(pipe, (x, label), loss_fn=torch.mean).ok
+    wanted = copy.deepcopy(model).eval()(x, **flags).detach()
+    given = {"x": x, **flags}
+    assert torch.equal(pipe.eval_batch(given), wanted)
+    loss = pipe.eval_batch(given, label, loss_fn=F.cross_entropy)
+    assert_close(loss, F.cross_entropy(wanted, label))
+    pipe.eval()
+    assert torch.equal(pipe(x, **flags), wanted)
+    assert torch.equal(copy.deepcopy(pipe)(x, **flags), wanted)
+    with pytest.raises(ValueError, match="sample for evaluation in which label is None"):
+        pipe(x, label)
+    with pytest.raises(ValueError, match="sample for training in which label is a tensor"):
+        pipe.train()(x)
+
+
+@pytest.mark.parametrize(
+    ("sample", "error", "said"),
+    [
+        (lambda x, label: x, TypeError, "eval_sample is a Tensor: give the arguments of a call"),
+        (lambda x, label: (x[:, :2],), ValueError, r"has x=float32\[5, 2\], and the sample float"),
+        (lambda x, label: (x, label), ValueError, r"has label=int64\[5\], and the sample no such"),
+        (lambda x, label: (x, None, 3), TypeError, "too many positional arguments"),
+    ],
+)
+def test_samples_of_evaluation_that_do_not_fit_are_refused(sample, error, said):
+    x, label = torch.randn(5, 6), torch.randint(3, (5,))
+    with pytest.raises(error, match=said):
+        sequential(MayLose(), x, eval_sample=sample(x, label))
