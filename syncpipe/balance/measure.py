@@ -19,10 +19,9 @@ import re
 import statistics
 import time as clock
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
-from importlib.util import find_spec
 from itertools import accumulate, chain, pairwise
 from pathlib import Path
 from typing import Any
@@ -54,6 +53,7 @@ from syncpipe.data import (
 )
 from syncpipe.layers.listing import Layers, as_sequential, on_meta
 from syncpipe.layers.unpack import call_note, spread, unpacks
+from syncpipe.progress import progress_bar
 from syncpipe.runtime.errors import annotate
 from syncpipe.runtime.graph import go_back
 from syncpipe.runtime.streams import AcceleratorStreams
@@ -260,18 +260,6 @@ def resized(sample: Any, size: int, device: torch.device | None = None) -> Any:
             own = repeated_batch(leaf, size * (samples_of(leaf) or 0) // samples)
             made[id(leaf)] = map_tensors(lambda ts: [copy_of_tensor(t, device) for t in ts], own)
     return unflatten([made.get(id(leaf), leaf) for leaf in leaves], spec)
-
-
-def _progress_bar(progress: bool | None, layers: int) -> AbstractContextManager[Any]:
-    if not (find_spec("tqdm") if progress is None else progress):
-        return nullcontext()
-    from tqdm import tqdm
-
-    options: dict[str, Any] = {"desc": "profile", "unit": "layer", "leave": False}
-    if progress is None:
-        options |= {"disable": None, "delay": 1.0}  # only in a terminal
-    bar: AbstractContextManager[Any] = tqdm(total=layers, **options)
-    return bar
 
 
 # --- one layer, and one size of the micro-batch -------------------------------------------------
@@ -523,7 +511,7 @@ class _Profiler:
                 return self._run(bar)
 
         gpu, real = self._roofline, [device for device in self._devices if device.type != "meta"]
-        with _progress_bar(progress, len(self._layers)) as bar:
+        with progress_bar("profile", "layer", len(self._layers), delay=1.0, shown=progress) as bar:
             found = restoring_settings(run, real, threads)
         names = [
             f"{x} ({torch.cuda.get_device_name(x)})" if x.type == "cuda" else str(x)
@@ -553,8 +541,7 @@ class _Profiler:
             if held >= most or index == len(self._layers) - 1:
                 self._time_window(window, found[-len(window) :], len(self._layers) - index - 1)
                 window, held = [], 0
-            if bar is not None:
-                bar.update()
+            bar.update()
         for size, memory in self._memory.items():  # at the end, as layers share with earlier ones
             for numbers, (stored, shared) in zip(found, memory.by_layer(), strict=True):
                 numbers.setdefault("stored_bytes", {})[size] = stored

@@ -29,6 +29,7 @@ from syncpipe.data import places_of
 from syncpipe.hints import caller_stacklevel
 from syncpipe.layers.placement import check_module
 from syncpipe.layers.ties import move_layers
+from syncpipe.progress import progress_bar
 from syncpipe.runtime.errors import annotate
 from syncpipe.runtime.random_numbers import Generators, run_seeded
 
@@ -391,7 +392,7 @@ def build_layers(
     Args:
         partitions: layers by name; a built layer replaces its spec.
         devices: one per partition.
-        how: where their values are from.
+        initial: where their values are from.
         firsts: the index of the first layer of each partition, if they are not a whole model.
 
     Raises:
@@ -402,29 +403,31 @@ def build_layers(
     built = set[nn.Module]()
     sizes = [len(partition._modules) for partition in partitions]
     firsts = list(accumulate(sizes, initial=0)) if firsts is None else firsts
-    for first, partition, device in zip(firsts, partitions, devices, strict=False):
-        layers: dict[str, Any] = partition._modules
-        for index, (name, layer) in enumerate(layers.items(), first):
-            if isinstance(layer, LayerSpec):
-                verb, make = "building", partial(build_alone, layer, device, initial.init_fn)
-            elif device.type == "meta":
-                staying |= set(map(id, waiting(layer)))
-                continue
-            elif set(map(id, waiting(layer))) - staying:
-                verb, make = (
-                    "initialising",
-                    partial(give_values, layer, device, initial.init_fn, owned),
-                )
-            else:
-                continue
-            try:
-                layers[name] = initial.run(index, device, make)
-            except BaseException as error:
-                shown = repr(layer) if verb == "building" else type(layer).__name__
-                annotate(error, f"while {verb} layer {index} ({name!r}: {shown}) on {device}")
-                raise
-            if verb == "building":
-                built.add(layers[name])
+    with progress_bar("fill layers", "layer", sum(sizes)) as bar:
+        for first, partition, device in zip(firsts, partitions, devices, strict=False):
+            layers: dict[str, Any] = partition._modules
+            for index, (name, layer) in enumerate(layers.items(), first):
+                bar.update()
+                if isinstance(layer, LayerSpec):
+                    verb, make = "building", partial(build_alone, layer, device, initial.init_fn)
+                elif device.type == "meta":
+                    staying |= set(map(id, waiting(layer)))
+                    continue
+                elif set(map(id, waiting(layer))) - staying:
+                    verb, make = (
+                        "initialising",
+                        partial(give_values, layer, device, initial.init_fn, owned),
+                    )
+                else:
+                    continue
+                try:
+                    layers[name] = initial.run(index, device, make)
+                except BaseException as error:
+                    shown = repr(layer) if verb == "building" else type(layer).__name__
+                    annotate(error, f"while {verb} layer {index} ({name!r}: {shown}) on {device}")
+                    raise
+                if verb == "building":
+                    built.add(layers[name])
     for module, _, name, tensor in list(chain.from_iterable(map(places_of, partitions))):
         if id(tensor) in owned:  # also on a stage that stays on meta
             setattr(module, name, owned[id(tensor)][1])

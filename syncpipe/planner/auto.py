@@ -200,7 +200,7 @@ def _measure(
     while True:
         try:
             sample = resized(input, rows)
-            found = layers_of(layers, sample, devices=devices, timeout=timeout, progress=False)
+            found = layers_of(layers, sample, devices=devices, timeout=timeout)
             return found, speeds_of(layers, sample, devices, timeout)
         except torch.OutOfMemoryError as error:
             if rows == 1:

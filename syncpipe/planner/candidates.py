@@ -21,6 +21,7 @@ from typing import Any
 from syncpipe.balance.profile import Profile
 from syncpipe.planner.chain import Chain, Mode, StageMemory, costs_of, ends_of, sizes_of
 from syncpipe.planner.machine import Machine
+from syncpipe.progress import NO_BAR
 from syncpipe.runtime.worker import has_lock
 from syncpipe.schedules import one_f_one_b
 from syncpipe.schedules.player import Costs, TimeTable, heads_and_tails, lower_bound, play
@@ -143,6 +144,7 @@ class Problem:
     ) -> None:  # fmt: skip
         self.profile = profile.of(batch_size)
         self.machine, self.batch_size, self.param_scale = machine, batch_size, param_scale
+        self.bar: Any = NO_BAR
         #: Bytes of the optimizer's step per byte of a parameter, besides the optimizer's state.
         self.update = float(param_scale >= ADAM) if update is None else update
         self._chains: dict[int, Chain] = {}
@@ -168,6 +170,7 @@ class Problem:
         other = Problem(self.profile, machine, batch, self.param_scale, self.update)
         if batch == self.batch_size:
             other._chains = self._chains
+        other.bar = self.bar
         return other
 
     @lru_cache(maxsize=8)  # noqa: B019
@@ -252,6 +255,7 @@ class Problem:
         cached = shape.slots is not None and modes is None
         if cached and key in self._cache:
             return self._cache[key] if self._cache[key].bound <= at_most else None
+        self.bar.update()
         costs, none = self.costs(shape, balance), [0] * shape.n
         if at_most < math.inf and not shape.slots:  # before the modes, which take longer to find
             device_of = shape.schedule.device_of

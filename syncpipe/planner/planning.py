@@ -23,6 +23,7 @@ from syncpipe.planner.alternatives import Alternative, alternatives_of, other_sc
 from syncpipe.planner.candidates import ADAM, Candidate, Problem
 from syncpipe.planner.machine import kind_of, machine_of, places_of, real_devices
 from syncpipe.planner.search import ANY, AUTO, NoPlan, check_schedule, choose
+from syncpipe.progress import progress_bar
 from syncpipe.schedules import build
 from syncpipe.schedules.player import Simulation, simulate
 from syncpipe.state import restoring_settings
@@ -97,8 +98,8 @@ def plan(
             default a half.
         replicas: let devices of one kind share a stage if that is faster.
         timeout: seconds to measure for.
-        progress: show a bar while measuring; by default if this takes longer than a second and the
-            output is a terminal.
+        progress: show bars while measuring and searching; by default in a terminal, if that takes
+            longer than a second.
 
     Raises:
         TypeError: an argument is of the wrong type.
@@ -140,7 +141,8 @@ def plan(
         return order, problem, best, alternatives_of(problem, best)
 
     # On a busy machine several threads for small tensors mostly wait for each other.
-    order, problem, chosen, others = restoring_settings(found, (), threads=1)
+    with progress_bar("plan", "candidate", shown=progress) as known.bar:
+        order, problem, chosen, others = restoring_settings(found, (), threads=1)
     real = real and tuple([real[d] for d in order])
     choice = {"chunks": chunks, "stages": stages, "schedule": schedule}
     fixed = frozenset(name for name, value in choice.items() if value not in (None, ANY))

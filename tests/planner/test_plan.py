@@ -512,3 +512,10 @@ def test_what_does_not_fit_is_named(
     given = {"module": PROFILE, "devices": "4 x 1GB, 10GB/s", "batch_size": 64, **arguments}
     with pytest.raises(error, match=message):
         syncpipe.plan(**given)
+
+
+def test_a_search_shows_its_progress_where_it_is_asked_to(capsys):
+    pytest.importorskip("tqdm")
+    for progress in (True, False, None):
+        planned(progress=progress)
+        assert ("plan: " in capsys.readouterr().err) == (progress is True)

@@ -44,6 +44,7 @@ from syncpipe.layers.conversion.layer import ModelNames, layers_of
 from syncpipe.layers.conversion.origin import CALL_HOOKS, Origin, Read
 from syncpipe.layers.conversion.signature import Signature, call_input, shape_of
 from syncpipe.layers.conversion.trace import CHECKS, Tracer, Whole, guard
+from syncpipe.progress import progress_bar
 from syncpipe.runtime.random_numbers import is_compiled
 from syncpipe.skip.skippable import is_skippable
 from syncpipe.state import State, restoring_module
@@ -213,7 +214,7 @@ class _Conversion:
         }
         self._refuse_root()
         self._numbers: set[str] | None = None  # None: not known yet, follow all
-        with _progress(self.name) as self._progress:
+        with progress_bar(f"sequential({self.name})", "run", 20) as self._bar:
             try:  # let the model do what it does in its first run only
                 args, kwargs = signature.call(tensors)
                 model.train()(*args, **kwargs)
@@ -319,8 +320,7 @@ class _Conversion:
         """Trace a call in training and in evaluation."""
         found = {}
         for mode in (True, False):
-            if self._progress is not None:
-                self._progress.update()
+            self._bar.update()
             call, names = self.signature.call(tensors, mode), self.signature.of(mode).names
             model = self.model.train(mode)
             found[mode] = Tracer(model, self.leaves, self._paths, self._objects, names, *call)
@@ -624,16 +624,6 @@ def _as_arguments(sample: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
             f"eval_sample is a {kind}: give the arguments of a call, a tuple (x,) or a dict by name"
         )
     return tuple(sample), {}
-
-
-def _progress(name: str) -> Any:
-    """A progress bar, if tqdm is installed, shown after two seconds."""
-    try:
-        from tqdm import tqdm
-    except ImportError:
-        return nullcontext()
-    desc = f"sequential({name})"
-    return tqdm(desc=desc, total=20, unit="run", delay=2, leave=False, disable=None)
 
 
 def _materialize(model: nn.Module) -> None:

@@ -308,6 +308,15 @@ def test_what_takes_longer_than_two_seconds_shows_its_progress(seconds, monkeypa
     sequential(Pair(between), X, verify=False)
     assert ("sequential(Pair): " in terminal.getvalue()) == (seconds == 1.0)
 
+    def fill(layer: nn.Module) -> None:
+        now[0] += seconds
+        nn.init.ones_(layer.weight)
+
+    with torch.device("meta"):
+        layers = nn.Sequential(*(nn.Linear(2, 2, bias=False) for _ in range(4)))
+    Pipe(layers, [2, 2], devices=["cpu:0", "cpu:1"], init_fn=fill)
+    assert ("fill layers: " in terminal.getvalue()) == (seconds == 1.0)
+
 
 def test_few_runs_are_needed():
     runs = []
