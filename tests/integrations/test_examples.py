@@ -1,4 +1,4 @@
-"""The scripts of docs/examples that need transformers or diffusers, in a tiny size."""
+"""The scripts of docs/examples that need other libraries, in a tiny size."""
 
 from __future__ import annotations
 
@@ -48,3 +48,10 @@ def test_diffusers_train_adapters(capsys, monkeypatch):
     for name in ("diffusers", "peft", "sklearn"):
         pytest.importorskip(name)
     check("diffusion_lora.py", capsys, monkeypatch)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_graphs_are_cut(capsys, monkeypatch):
+    for name in ("torch_geometric", "sklearn"):
+        pytest.importorskip(name)
+    check("graphs.py", capsys, monkeypatch)
