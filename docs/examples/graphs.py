@@ -3,8 +3,8 @@
     pip install torch_geometric scikit-learn
     python graphs.py
 
-``register_batch`` defines once how a ``Batch`` of graphs is cut and joined. Then a batch is an input
-like any other: the pipe cuts it into micro-batches of whole graphs.
+``register_batch`` defines once how a ``Batch`` of graphs is cut and joined. Then a batch is an
+input like any other: the pipe cuts it into micro-batches of whole graphs.
 """
 
 import sys
