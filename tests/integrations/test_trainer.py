@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -256,6 +257,53 @@ def test_the_trainers_of_trl(kind, columns, options, tmp_path):
         for piped in ("True", "False")
     ]
     torch.testing.assert_close(*map(safetensors.load_file, files), rtol=1e-4, atol=1e-5)
+
+
+#: The shape of TRL's first example: a model by its name, conversations, and no other setting.
+SCRIPT = """
+from datasets import load_dataset
+from trl import SFTTrainer
+
+trainer = SFTTrainer(model="Qwen/Qwen3-0.6B", train_dataset=load_dataset("trl-lib/Capybara"))
+trainer.train()
+"""
+
+
+@pytest.mark.parametrize("chat", [True, False])
+def test_a_script_of_trl_changes_one_line_and_one_import(chat, tmp_path, monkeypatch):
+    trl: Any = pytest.importorskip("trl")
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "head_dim": 8}
+    config = transformers.Qwen3Config(
+        vocab_size=64, num_attention_heads=2, num_key_value_heads=1, pad_token_id=62, **sizes
+    )
+    transformers.Qwen3ForCausalLM(config).save_pretrained(tmp_path)
+    words = tokenizer()
+    words.chat_template = "{% for each in messages %}{{ each['content'] }} <eos> {% endfor %}"
+    words.save_pretrained(tmp_path)
+    texts = [" ".join(f"w{(k + i) % 62}" for i in range(LENGTH)) for k in range(ROWS)]
+    talks = [[{"role": "user", "content": text}] for text in texts]
+    data = datasets.Dataset.from_dict({"messages": talks} if chat else {"text": texts})
+    monkeypatch.setattr(datasets, "load_dataset", lambda *_: data)
+    small = {
+        "use_cpu": True,
+        "bf16": False,
+        "max_steps": STEPS,
+        "logging_steps": 1,
+        "report_to": [],
+    }
+    monkeypatch.setattr(trl.trainer.sft_trainer, "SFTConfig", partial(trl.SFTConfig, **small))
+    monkeypatch.chdir(tmp_path)
+    plain = SCRIPT.replace("Qwen/Qwen3-0.6B", str(tmp_path))
+    piped = plain.replace("= SFTTrainer(", "= pipelined(SFTTrainer)(")
+    losses = []
+    for script in (plain, "from syncpipe.integrations.transformers import pipelined\n" + piped):
+        session: dict[str, Any] = {}
+        exec(script, session)
+        log = session["trainer"].state.log_history
+        losses.append([each["loss"] for each in log if "loss" in each])
+    assert len(losses[0]) == STEPS
+    assert losses[0] == pytest.approx(losses[1], rel=1e-4)
 
 
 def test_a_loss_of_a_subclass_gets_the_outputs_of_the_whole_batch(tmp_path):
