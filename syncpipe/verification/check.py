@@ -47,7 +47,14 @@ from syncpipe.training.loss import Objective
 from syncpipe.training.loss_check import LossCheck, LossCounts
 from syncpipe.training.loss_function import Loss, known_loss
 from syncpipe.training.sources import Source, input_and_target
-from syncpipe.verification.plain import Observation, PlainRun, layers_of, observe, placed
+from syncpipe.verification.plain import (
+    Observation,
+    PlainRun,
+    layers_of,
+    observe,
+    placed,
+    without_draws,
+)
 from syncpipe.verification.report import COLUMNS, Report, Run
 
 __all__ = ["verify"]
@@ -219,7 +226,7 @@ class _Check:
         run_layers = partial(observe, self._layers, *given, self._observed)
         failed = self._isolated(run_layers, "on the whole mini-batch")
         with self._run("micro-batches", _PLAIN) as run:
-            quiet = [each for each in self._observed if not each.draws]
+            quiet = [each for each in self._observed if not each.uncompared]
             differing = next((each for each in quiet if not each.comparison.same), None)
             if differing is not None:
                 run.what = f"outputs differ from the mini-batch's, {_shown(differing.comparison)}"
@@ -227,11 +234,7 @@ class _Check:
             found = [each.comparison for each in ([differing] if differing else quiet)]
             worst = max(found, key=lambda comparison: comparison.distance, default=Comparison())
             run.comparisons["outputs"] = worst
-            if drawing := [str(each.layer) for each in self._observed if each.draws]:
-                self._report.notes.append(
-                    f"random numbers are drawn by {', '.join(drawing)}: only the other layers were "
-                    "compared on the mini-batch and on its micro-batches"
-                )
+            self._report.uncompared = [str(x.layer) for x in self._observed if x.uncompared]
             if failed is not None:
                 raise failed
 
@@ -333,17 +336,12 @@ class _Check:
         Modules found to draw random numbers are in evaluation mode meanwhile.
         """
         if not all(
-            each.draws or (each.repeats and each.comparison.same) for each in self._observed
+            (each.uncompared or each.comparison.same) and (each.draws or each.repeats)
+            for each in self._observed
         ):
             return
-        drawing = [
-            part for each in self._observed if each.draws for part in each.layer.module.modules()
-        ]
-        quiet = [
-            (part, "training", False)
-            for part in drawing
-            if isinstance(part, (nn.MultiheadAttention, nn.RNNBase)) or not any(part.children())
-        ]
+        drawing = [each.layer.module for each in self._observed if each.draws]
+        quiet = [swap for module in drawing for swap in without_draws(module)]
         found: list[Values] = []
         for order, chunks in ((range(self._m), self._pipe.chunks), ((0,), 1)):
             plain = partial(with_swaps, quiet, partial(self._plain, order, chunks))

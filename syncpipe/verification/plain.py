@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import nn
-from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
 
 from syncpipe.compare import Comparison, compare
 from syncpipe.data import (
@@ -32,6 +32,7 @@ from syncpipe.data import (
 from syncpipe.layers.batchnorm import DeferredBatchNorm, MiniBatchStatistics, collect
 from syncpipe.layers.unpack import spread
 from syncpipe.runtime.errors import annotate
+from syncpipe.runtime.interrupts import Swap, with_swaps
 from syncpipe.runtime.random_numbers import Generators, draw_seed, run_seeded
 from syncpipe.runtime.streams import same_memory
 from syncpipe.skip.store import Store, use_store
@@ -39,7 +40,7 @@ from syncpipe.stages.pipeline import Pipeline
 from syncpipe.stages.stage import CELL, Stage
 from syncpipe.state import State
 
-__all__ = ["Layer", "Observation", "PlainRun", "layers_of", "observe", "placed"]
+__all__ = ["Layer", "Observation", "PlainRun", "layers_of", "observe", "placed", "without_draws"]
 
 _RUNNING = ("running_mean", "running_var", "num_batches_tracked")  # expected to change
 
@@ -141,7 +142,9 @@ class Observation(NamedTuple):
     Attributes:
         comparison: of the outputs for micro-batches with the output for the mini-batch.
         repeats: two runs with the same input and random numbers are equal.
-        draws: it draws random numbers, so its outputs for micro-batches differ.
+        draws: it draws random numbers, so its outputs for micro-batches differ. The comparison is
+            then one without them.
+        uncompared: it draws also where its modules are told not to.
         writes: it modifies its input in place.
         changed: by kind, the names of attributes that its forward changed.
     """
@@ -150,10 +153,12 @@ class Observation(NamedTuple):
     comparison: Comparison
     repeats: bool
     draws: bool
+    uncompared: bool
     writes: bool
     changed: dict[str, list[str]]
 
     def reason(self) -> str:
+        """The likely reason for the difference."""
         changed = _few([name for names in self.changed.values() for name in names])
         if own := self.changed.get("generator"):
             return (
@@ -193,6 +198,16 @@ class Observation(NamedTuple):
                 f"own mean and variance, which often does no harm; {advice}, LayerNorm and "
                 "GroupNorm look at no other samples"
             )
+        time_first = [
+            f"{name}: {type(part).__name__}".removeprefix(": ")
+            for name, part in self.layer.module.named_modules()
+            if getattr(part, "batch_first", True) is False
+        ]
+        if time_first:
+            return (
+                f"it takes time in dimension 0 ({_few(time_first)}), which a pipe cuts: "
+                "batch_first=True"
+            )
         return (
             "its output for a sample depends on the other samples of the mini-batch: a mean, a "
             "maximum or a softmax over dimension 0, attention between samples, a shape or a number "
@@ -218,7 +233,11 @@ def observe(
     for layer in layers:
         state = State({"": layer.module}, leave=[leave])
         twice = partial(_run_twice, run, layer, whole, store)
+        quietly = partial(_without_draws, layers, layer, whole, store, pieces, stores)
         (repeated, _), (whole, store) = state.restoring(twice, [layer.stage.device])
+        quiet = None
+        if layer.index in run.drew and not ragged:
+            quiet = state.restoring(quietly, [layer.stage.device])
         pieces = [placed(piece, layer.stage.device) for piece in pieces]
         entering = tensors_in(pieces[0])
         versions = [tensor._version for tensor in entering]
@@ -232,7 +251,7 @@ def observe(
             joined = whole if apart else _with_sizes(gather(pieces, common), pieces, whole)
         except ValueError:  # for example a mean over samples
             joined = whole
-        comparison = compare(by_name("output", joined), by_name("output", whole))
+        comparison = quiet or compare(by_name("output", joined), by_name("output", whole))
         changed: dict[str, list[str]] = {}
         for kind, name in state.changes():
             if not name.endswith((*_RUNNING, "_hooks")):
@@ -240,10 +259,57 @@ def observe(
         repeats = compare(by_name("", repeated), by_name("", whole)).same
         writes = [tensor._version for tensor in entering] != versions
         draws = layer.index in run.drew
-        seen.append(Observation(layer, comparison, repeats, draws, writes, changed))
+        uncompared = draws and quiet is None
+        seen.append(Observation(layer, comparison, repeats, draws, uncompared, writes, changed))
         if draws or not comparison.same:
             whole = joined
     return None
+
+
+def without_draws(module: nn.Module) -> list[Swap]:
+    """The swaps that keep modules from drawing: in evaluation mode.
+
+    Normalisations stay in training, and so do layers of PyTorch and of syncpipe that have modules
+    inside, which would run other code.
+    """
+    own = ("torch.nn.modules.", "syncpipe.")
+    return [
+        (part, "training", False)
+        for part in module.modules()
+        if not isinstance(part, _NormBase)
+        and (
+            isinstance(part, (nn.MultiheadAttention, nn.RNNBase))
+            or not any(part.children())
+            or not type(part).__module__.startswith(own)
+        )
+    ]
+
+
+def _without_draws(
+    layers: list[Layer], layer: Layer, whole: Any, store: Store, pieces: Any, stores: list[Store]
+) -> Comparison | None:
+    """The comparison of a layer's outputs without random numbers; None if it draws anyway."""
+    run, found = PlainRun(layers), list[Any]()
+
+    def run_all() -> None:
+        for i, (value, skips) in enumerate(zip((whole, *pieces), (store, *stores), strict=True)):
+            value, copied = map_tensors(clones, (value, list(skips.values())))
+            after = dict(zip(skips, copied, strict=True))
+            found.append(run.layer(layer, max(0, i - 1), value, after))
+
+    try:
+        with_swaps(without_draws(layer.module), run_all)
+    except Exception:  # it does not run with its modules in different modes
+        return None
+    if layer.index in run.drew:
+        return None
+    expected, *parts = found
+    try:
+        joined = gather(parts, getattr(layer.module, "common_outputs", ()))
+    except ValueError:  # as in ``observe``
+        return Comparison()
+    joined = _with_sizes(joined, parts, expected)
+    return compare(by_name("output", joined), by_name("output", expected))
 
 
 def _with_sizes(joined: Any, pieces: list[Any], whole: Any) -> Any:

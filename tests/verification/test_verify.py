@@ -441,3 +441,68 @@ def test_errors_that_come_in_some_runs_only() -> None:
     assert where == "layer 1 ('1': Do)"
     assert reason.startswith("it works in place")
     assert report["1f1b"].error.startswith("RuntimeError")
+
+
+# --- layers that draw, on the mini-batch and on its micro-batches --------------------------------
+
+
+class Centred(nn.Module):
+    """Subtracts the mean of all samples."""
+
+    def __init__(self, drops: Any) -> None:
+        super().__init__()
+        self.linear, self.drops = linear(), drops
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.linear(x)
+        return self.drops(x - x.mean(0), self.training)
+
+
+def squares(y: Tensor) -> Tensor:
+    return y.square().mean()
+
+
+def always(x: Tensor, training: bool) -> Tensor:
+    return F.dropout(x, 0.1)
+
+
+def in_training(x: Tensor, training: bool) -> Tensor:
+    return F.dropout(x, 0.1, training)
+
+
+OTHERS = {
+    "BatchNorm": (nn.Sequential(linear(), nn.BatchNorm1d(WIDTH), nn.Dropout()), "BatchNorm sees"),
+    "a mean": (Centred(in_training), "depends on the other samples"),
+    "a mean, and a module": (
+        nn.Sequential(Centred(lambda x, _: x), nn.Dropout()), "depends on the other samples",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_what_looks_at_other_samples_is_found_where_random_numbers_are_drawn(name):
+    layer, reason = OTHERS[name]
+    report = verify(pipe_of(linear(), layer, linear()), batch()[0], loss_fn=squares)
+    assert report.pipe_ok
+    assert not report.ok
+    assert report["micro-batches"].where.startswith("layer 1 ")
+    assert reason in report["micro-batches"].reason
+
+
+def test_modules_that_take_time_first_are_named():
+    x = torch.randn(8, 5, WIDTH)
+    layer = nn.TransformerEncoderLayer(WIDTH, 2, 8)
+    report = verify(pipe_of(linear(), layer, linear()), x, loss_fn=torch.mean)
+    assert "time in dimension 0 (self_attn: MultiheadAttention)" in report["micro-batches"].reason
+    layer = nn.TransformerEncoderLayer(WIDTH, 2, 8, batch_first=True)
+    report = verify(pipe_of(linear(), layer, linear()), x, loss_fn=torch.mean)
+    assert report.ok, str(report)
+    assert report.uncompared == []
+
+
+def test_layers_that_draw_always_are_said_not_to_be_compared():
+    report = verify(pipe_of(linear(), Centred(always), linear()), batch()[0], loss_fn=squares)
+    assert report.ok
+    assert report.uncompared == ["layer 1 ('1': Centred)"]
+    verdict = str(report).replace("\n", " ").partition("OK: ")[2]
+    assert "Not known: whether micro-batches give what the mini-batch gives in layer 1" in verdict
