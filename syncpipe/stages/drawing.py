@@ -25,7 +25,7 @@ _DIFFERS = (
     "wrong. If a thread of yours draws random numbers meanwhile, give it a torch.Generator of its "
     "own. If the layer draws, but not in the first micro-batch, call again: the next call expects "
     "it. If the layer depends on other changing state (it counts its calls), let it ask "
-    "syncpipe.is_recomputing(), or use checkpoint='never'"
+    "syncpipe.is_recomputing(), or use checkpoint='never' (each micro-batch changes it in any case)"
 )
 _BACKWARD = 0x9E3779B9  # separates the seeds of backwards from those of layers
 

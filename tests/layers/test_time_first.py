@@ -51,8 +51,10 @@ RUNS = {
 )
 def test_a_pipe_that_would_cut_time_says_so_once(layers, name, how):
     pipe, x = pipe_of(*copy.deepcopy(layers)), torch.rand(10, 6, 4)
-    with pytest.warns(UserWarning, match=rf"{name} is an nn\..*\[5, 6, 4\].*batch_first=True"):
+    words = rf"{name} is an nn\..*\[5, 6, 4\].*batch_first=True"
+    with pytest.warns(UserWarning, match=words) as found:
         RUNS[how](pipe, x)
+    assert found[0].filename == __file__
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         RUNS[how](pipe, x)
