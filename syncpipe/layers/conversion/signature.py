@@ -187,8 +187,8 @@ class Signature:
                 raise ValueError(
                     f"{self.name} was converted with a sample{self._mode} in which {name} is "
                     f"{_shown(then)}, and here it is {_shown(now)}, for which the model may do "
-                    "something else: "
-                    "call it as in the sample, or convert the model with a sample like this call"
+                    "something else: call it as in the sample, or convert the model with a sample "
+                    "like this call"
                 )
         return [leaf for leaf in found.values() if is_input(leaf)]
 
