@@ -61,9 +61,13 @@ class LossModel(nn.Module):
     def __init__(self, model: nn.Module, *, shifts: bool = False, sums: bool = False) -> None:
         super().__init__()
         self.model, self.shifts, self.sums = model, shifts, sums
+        base: Any = getattr(model, "get_base_model", lambda: model)()  # without adapters
+        caches = "use_cache" in inspect.signature(base.forward).parameters
+        #: Training needs no cache, which all layers would write into.
+        self._flags = {"use_cache": False} if caches else {}
 
     def forward(self, **inputs: Any) -> dict[str, Any]:
-        outputs = self.model(**inputs)
+        outputs = self.model(**{**self._flags, **inputs})
         batch = _batch(inputs)
         made = {}
         for name, value in outputs.items():

@@ -331,6 +331,29 @@ def test_a_loss_of_a_subclass_gets_the_outputs_of_the_whole_batch(tmp_path):
     assert_same(mine, theirs)
 
 
+def test_a_model_that_caches_trains_and_generates_in_its_evaluation(tmp_path):
+    torch.manual_seed(0)
+    config = transformers.T5Config(
+        vocab_size=64, d_model=16, d_kv=8, d_ff=32, num_layers=2, num_heads=2, dropout_rate=0.0,
+        decoder_start_token_id=62, pad_token_id=62, eos_token_id=63,
+    )  # fmt: skip
+    assert config.use_cache
+    model = transformers.T5ForConditionalGeneration(config)
+    made = [
+        trained(
+            transformers.Seq2SeqTrainer, copy.deepcopy(model),
+            arguments(
+                tmp_path, transformers.Seq2SeqTrainingArguments, predict_with_generate=True,
+                generation_max_length=6,
+            ),
+            piped=piped, train_dataset=rows(), eval_dataset=rows(count=8),
+            compute_metrics=lambda found: {"sum": float(found.predictions.sum())},
+        )
+        for piped in (True, False)
+    ]  # fmt: skip
+    assert_same(*made)
+
+
 def test_what_is_not_trained_runs_the_model_itself(tmp_path):
     """Generation between steps, predictions without labels, and a copy of the model."""
     generated = []
