@@ -291,12 +291,6 @@ class Pipe(ModelNames):
                     f"pipe.{name} is a {layer!r}, which is not built, so an optimizer would miss "
                     f"its parameters: assign it by pipe[{k}] = {layer!r}"
                 )
-        locks = self._locks
-        if locks is not None and locks.process == os.getpid() and locks.others_run():
-            raise RuntimeError(
-                "layers, balance, devices and replicas cannot change while another thread is in a "
-                "call of this pipe: wait until it has returned"
-            )
         self._set_layout(self._layout.changed(self.training, **asked))
 
     def _sync_layout(self) -> Layout:

@@ -57,7 +57,9 @@ class ModesLock:
 
         def enter() -> None:
             with self._ended:
-                while self._changing not in (None, thread) or self.used_by_others():
+                while self._changing not in (None, thread) or any(
+                    number for other, number in self._running.items() if other is not thread
+                ):
                     self._ended.wait()
                 self._running = +self._running  # drops the threads that have finished
                 self._changing = thread
@@ -69,10 +71,6 @@ class ModesLock:
                     self._ended.notify_all()
 
         return run_and_undo(lambda: (without_generators(enter), run())[1], leave)
-
-    def used_by_others(self) -> bool:
-        thread = threading.current_thread()
-        return any(number for other, number in [*self._running.items()] if other is not thread)
 
 
 class CallLocks:
@@ -87,13 +85,6 @@ class CallLocks:
     def __init__(self) -> None:
         self.training, self.modes = threading.RLock(), ModesLock()
         self.process = os.getpid()
-
-    def others_run(self) -> bool:
-        """Whether another thread is in a call."""
-        if not self.training.acquire(blocking=False):
-            return True
-        self.training.release()
-        return self.modes.used_by_others()
 
 
 class Pipeline:

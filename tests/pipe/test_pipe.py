@@ -8,7 +8,6 @@ import io
 import operator
 import pickle
 import re
-import threading
 from collections import OrderedDict
 from functools import partial
 from typing import Any
@@ -28,7 +27,6 @@ from tests.support.models import (
     named_model,
     step,
 )
-from tests.support.running import Do, pipe_of
 from tests.support.training import FOUR
 
 
@@ -554,45 +552,3 @@ def test_a_function_that_fails_loses_nothing():
     assert all(torch.equal(p.grad, old) for p, old in zip(pipe.parameters(), before, strict=True))
     assert len(list(inputs)) == 4
     pipe.train_batch(torch.randn(8, 3), loss_fn=torch.mean)
-
-
-@pytest.mark.parametrize(
-    "call",
-    [
-        lambda pipe, x: pipe(x),
-        lambda pipe, x: pipe.eval_batch(x),
-        lambda pipe, x: pipe.train_batch(x, loss_fn=torch.mean),
-    ],
-    ids=["pipe(x)", "eval_batch", "train_batch"],
-)
-def test_layers_and_devices_do_not_change_while_another_thread_is_in_a_call(call):
-    inside, end = threading.Event(), threading.Event()
-
-    def wait(x: Any) -> None:
-        inside.set()
-        end.wait()
-
-    layers = nn.Sequential(nn.Linear(2, 2), Do(wait), nn.Linear(2, 2))
-    pipe, x = pipe_of(layers), torch.randn(4, 2)
-    balance, first = list(pipe.balance), pipe[0]
-    thread = threading.Thread(target=call, args=(pipe, x))
-    thread.start()
-    inside.wait()
-
-    def replace() -> None:
-        pipe[0] = nn.Linear(2, 2)
-
-    try:
-        for change in (
-            partial(setattr, pipe, "balance", [2, 1]),
-            partial(setattr, pipe, "devices", ["cpu:2", "cpu:3", "cpu:4"][: len(balance)]),
-            replace,
-        ):
-            with pytest.raises(RuntimeError, match="another thread is in a call of this pipe"):
-                change()
-    finally:
-        end.set()
-        thread.join()
-    assert (list(pipe.balance), pipe[0]) == (balance, first)
-    replace()
-    assert pipe(x).shape == (4, 2)
