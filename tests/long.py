@@ -44,6 +44,7 @@ def parts(quick: bool) -> dict[str, tuple[Sequence[str], dict[str, str]]]:
         "leaks": ([*_PYTEST, *_STEPS, "-k", "steps or nothing"], {**sim, "SYNCPIPE_STEPS": steps}),
         "mutations": ([python, "-m", "tests.mutations", *words], {}),
         "meshes": (random_meshes, {"SYNCPIPE_MESHES": meshes}),
+        "quick": ([*_PYTEST, "tests/benchmarks", "-k", "quick or parts"], {"SYNCPIPE_QUICK": "1"}),
         "failures": ([*_PYTEST, _FAILURES, "-k", "each_line or anywhere"], apart),
     }
 

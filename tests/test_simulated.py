@@ -20,7 +20,7 @@ FILES = [
 ]
 FILES = [path for path in dict.fromkeys(FILES) if path != Path(__file__)]
 #: A process takes as long to start as some of them to run.
-PROCESSES = 4
+PROCESSES = 2
 
 
 @pytest.mark.simulated

@@ -125,14 +125,15 @@ RATIOS = {
     "predicted": ["measured / predicted", "measured ms"],
     "small_layers": ["over alone", "over DDP(pipe)", "ms"],
 }
+long = pytest.mark.skipif("SYNCPIPE_QUICK" not in os.environ, reason="python -m tests.long quick")
 QUICK = [
     "schedules",
-    "planning",
-    "peers.tiny",
     "overhead",
-    "one_call",
-    pytest.param("converted.transformers", marks=needs_transformers),
-    pytest.param("data_parallel.small_layers", marks=needs_gloo),
+    pytest.param("planning", marks=long),
+    pytest.param("peers.tiny", marks=long),
+    pytest.param("one_call", marks=long),
+    pytest.param("converted.transformers", marks=[long, needs_transformers]),
+    pytest.param("data_parallel.small_layers", marks=[long, needs_gloo]),
 ]
 
 
@@ -174,6 +175,7 @@ def test_naps_that_are_not_those_of_the_simulation_are_not_measured():
         schedules.napping("zb_h1", 2, 2, 0.0)
 
 
+@long
 @pytest.mark.simulated
 @pytest.mark.skipif(
     torch.accelerator.is_available() or simulated.unavailable() is not None,

@@ -16,7 +16,7 @@ from tests.fuzz.models import Model
 from tests.fuzz.runs import check
 
 
-@settings(max_examples=300)
+@settings(max_examples=200)
 @given(chance=st.randoms(use_true_random=False))
 def test_a_random_pipe_computes_what_the_plain_model_computes(chance: random.Random) -> None:
     with warnings.catch_warnings():

@@ -180,7 +180,7 @@ TREES = st.recursive(
 )
 
 
-@settings(max_examples=150)
+@settings(max_examples=80)
 @given(
     driver=st.sampled_from(["pipe(x)", "mini-batch", "iterator"]),
     checkpoint=st.sampled_from(CHECKPOINT_MODES),

@@ -72,7 +72,7 @@ def balances(length: int, n: int) -> Iterator[tuple[int, ...]]:
 # --- against brute force ------------------------------------------------------------------------
 
 
-@settings(max_examples=20, deadline=None, derandomize=True)
+@settings(max_examples=12, deadline=None, derandomize=True)
 @given(st.sampled_from(KINDS), st.integers(0, 10**6))
 def test_nothing_is_faster_than_the_plan(kind: str, seed: int) -> None:
     """Every cut, number of stages and of micro-batches, any slots."""
@@ -125,7 +125,7 @@ def test_tight_memory_has_slots_between_those_that_hide_transfers_the_textbooks_
 
 @pytest.mark.parametrize(
     ("layers", "seed", "sizes"),
-    [(35, 21, (292e6, 310e6, 329e6)), (35, 21, (348e6, 369e6)), (20, 12, (555e6, 588e6))],
+    [(35, 21, (310e6, 329e6)), (20, 12, (555e6, 588e6))],
 )
 def test_more_memory_is_no_slower_where_skips_leave_few_slots(
     layers: int, seed: int, sizes: tuple[float, ...]

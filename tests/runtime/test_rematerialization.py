@@ -492,7 +492,7 @@ def test_recomputation_takes_no_memory_for_buffers_that_stay_as_they_are(act, mo
 
 
 @pytest.mark.parametrize("mode", ["always", "except_last", [0], Selective([])])
-@pytest.mark.parametrize("acts", [[0, 1, 2, 3], [0], [1], [3], [0, 2], [7], [8, 13], [0, 9, 13]])
+@pytest.mark.parametrize("acts", [[0, 1, 2, 3], [0], [3], [0, 2], [7], [0, 9, 13]])
 @pytest.mark.parametrize("act", ACTS)
 @pytest.mark.parametrize("size", [32, SIZE])
 def test_buffers_that_some_forwards_change_are_right_or_refused(size, act, acts, mode):

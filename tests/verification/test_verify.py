@@ -105,7 +105,7 @@ def assert_exact(report: Report, *, beside: bool = True, in_one_order: bool = Tr
             )
 
 
-@settings(max_examples=50)
+@settings(max_examples=25)
 @given(data=st.data())
 def test_any_pipe_of_a_clean_model_is_ok(data: st.DataObject) -> None:
     layers = MODELS[data.draw(st.sampled_from(list(MODELS)))]()

@@ -154,7 +154,7 @@ def run_case(case: dict[str, Any]) -> str:
     theirs = kind(pipe.parameters(), lr=rate)
     parts = range(dp) if case["sharding"] != "no" else [replica]
     worst = []
-    for step in range(3):
+    for step in range(2):
         ours.zero_grad()
         torch.manual_seed(step)
         losses: list[Tensor] = []
@@ -196,7 +196,7 @@ def run_case(case: dict[str, Any]) -> str:
         wanted = pipe.eval()(x[replica])
     if output is not None:
         worst.append(float((output - wanted).norm() / wanted.norm()))
-    bound = 0.1 if case["autocast"] else 1e-4  # three steps in bfloat16
+    bound = 0.1 if case["autocast"] else 1e-4  # two steps in bfloat16
     return f"off by {max(worst):.2g}" if not max(worst) < bound else ""
 
 
@@ -211,7 +211,7 @@ def cases(first: int, last: int) -> dict[int, str]:
 
 
 def test_random_meshes_are_right_or_refused(four):
-    count = int(os.environ.get("SYNCPIPE_MESHES", "10"))
+    count = int(os.environ.get("SYNCPIPE_MESHES", "40"))
     found = four.run(cases, 0, count)
     for k in found[0]:
         said = {each[k] for each in found}

@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
-from itertools import count
+from itertools import count, product
 from types import CodeType
 from typing import Any
 
@@ -162,10 +162,10 @@ def is_ours(code: CodeType) -> bool:
 def test_at_each_line_of_ours(context: Callable[[], AbstractContextManager[Any]]) -> None:
     """Once: in the first of the runs that come to it.
 
-    At every third line, or all of them with SYNCPIPE_LINES=1: ``python -m tests.long failures``.
+    At every fifth line, or all of them with SYNCPIPE_LINES=1: ``python -m tests.long failures``.
     """
     tried, skipped = set[Any](), set[Any]()
-    apart = int(os.environ.get("SYNCPIPE_LINES", "3"))
+    apart = int(os.environ.get("SYNCPIPE_LINES", "5"))
     for scene in map(Scene, RUNS):
         with context():
             before, known = settings(), Lines(is_ours, None)
@@ -189,14 +189,16 @@ def test_at_each_line_of_ours(context: Callable[[], AbstractContextManager[Any]]
     assert len(tried) > 500 / apart
 
 
-def at_any_time(by_hand: bool) -> None:
+def at_any_time() -> None:
     """Signals at random times."""
     chance, came, k = random.Random(3), 0, 0
     signal.signal(signal.SIGALRM, signal.default_int_handler)
-    # On this thread zero bubble runs under a function mode, where PyTorch is not safe, either.
-    scenes = [Scene(run) for run in RUNS if (run != "zb_h1" or not by_hand) and run != "pipe(x)"]
-    with inline() if by_hand else nullcontext():
-        for scene in scenes:
+    for run, by_hand in product(RUNS, [False, True]):
+        # On this thread zero bubble runs under a function mode, where PyTorch is not safe, either.
+        if run == "pipe(x)" or (run == "zb_h1" and by_hand):
+            continue
+        with inline() if by_hand else nullcontext():
+            scene = Scene(run)
             start = time.perf_counter()
             scene.call()
             took = time.perf_counter() - start
@@ -211,18 +213,17 @@ def at_any_time(by_hand: bool) -> None:
                     torch.set_grad_enabled(True)  # PyTorch's own no_grad() is not safe
                 scene.assert_whole((scene.run, k))
             scene.assert_works()
-    print("done", came > 20)
+    print("done", came > 40)
 
 
 needs_alarms = pytest.mark.skipif(not hasattr(signal, "setitimer"), reason="no such signals here")
 
 
 @needs_alarms
-@pytest.mark.parametrize("by_hand", [False, True])
-def test_at_any_time(by_hand: bool) -> None:
+def test_at_any_time() -> None:
     # In a process of its own: an interrupt may hit anything, also what the tests after it use.
     code = f"import torch; from {__name__} import *; torch.set_num_threads(1)"
-    code += f"; torch.manual_seed(0); at_any_time({by_hand})"
+    code += "; torch.manual_seed(0); at_any_time()"
     done = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, timeout=260, check=False
     )

@@ -27,7 +27,7 @@ from tests.training.stream.models import (
 
 
 @pytest.mark.parametrize("kind", ["cpu", pytest.param("accelerators", marks=pytest.mark.gpu)])
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(
     replicas=st.integers(1, 4).map(lambda n: [1] * n)
     | st.lists(st.integers(1, 3), min_size=1, max_size=4),
