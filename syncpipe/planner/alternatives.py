@@ -118,7 +118,7 @@ def _entry(problem: Problem, name: str, candidate: Candidate, instead: str = "")
             note = f"{machine.names[d]} would need {in_bytes(needs, up=True)}"
             break
     note += f"; balance={list(candidate.balance)}, chunks={candidate.shape.m}"
-    recomputed = candidate.modes.count("recompute")
+    recomputed = sum(mode not in ("store", "offload") for mode in candidate.modes)
     note += f", recomputes {count(recomputed, 'stage')}" * bool(recomputed)
     return Alternative(
         name, candidate.time if candidate.excess <= 1 else None, note, instead, candidate

@@ -5,6 +5,7 @@ with several stages is the largest sum over its stages at any moment:
 
     entire backward             F|==== stored ====|B--|
     recomputed                  F|---- inputs ----|=R=B--|          R: recomputation
+    recomputed by layer         F|==== inputs and stored layers ====|=R=B--|
     backward in halves          F|==== stored ====|I+++++++++|W|    +: inputs of products with
                                                                        weights, and gradients
 """
@@ -177,11 +178,19 @@ class Problem:
     def _shared_machine(self, places: tuple[tuple[int, ...], ...]) -> Machine:
         return self.machine.shared(places)
 
-    def costs(self, shape: ScheduleShape, balance: Sequence[int]) -> Costs:
-        """The times of the stages of a cut."""
+    def costs(
+        self, shape: ScheduleShape, balance: Sequence[int], modes: Sequence[Mode] = ()
+    ) -> Costs:
+        """The times of the stages of a cut. Recomputation by layer is a part of backward."""
         places, last = self._shared_machine(shape.places), self.batch_size % shape.m > 0
         chains = [self.chain(shape.m, which) for which in range(1 + last)]
         found = [costs_of(chain, places, balance, shape.split) for chain in chains]
+        if any(isinstance(mode, tuple) for mode in modes):
+            for k, chain in enumerate(chains):
+                shares = _shares(chain.sums["forward"], balance, modes)
+                parts = zip(found[k].backward_input, found[k].forward, shares, strict=True)
+                again = tuple(b + f * share for b, f, share in parts)
+                found[k] = replace(found[k], backward_input=again)
         return replace(found[0], last=found[1]) if last else found[0]
 
     def needs(
@@ -200,6 +209,9 @@ class Problem:
                 if i <= stash < j <= pop:
                     returned += size * shape.waiting("backward", stages[pop], s)
         found = chain.needs(run, q, q0, mode, self.machine.host * run.forward / speed, returned)
+        if isinstance(mode, tuple):
+            kept, peak = chain.by_layer(i, j, mode)
+            found = found._replace(each=kept, once=peak - kept - run.transient)
         if shape.split:
             halves, transient = chain.sums["halves"], chain.split_transient(i, j)
             weight = max(chain.trained[i:j]) - transient
@@ -227,6 +239,18 @@ class Problem:
         ends = ends_of(balance)
         return [self.needs(shape, s, ends, mode) for s, mode in enumerate(modes)]
 
+    def on_device(
+        self,
+        d: int,
+        shape: ScheduleShape,
+        balance: Sequence[int],
+        modes: Sequence[Mode] | Mapping[int, Mode],
+    ) -> dict[int, StageMemory]:
+        """The memory of each stage of device ``d``."""
+        ends, stages = ends_of(balance), shape.stages_of[d]
+        held = {j: self.needs(shape, j, ends, modes[j]) for j in stages}
+        return {j: self._on_replica(d, shape, j, ends[j], held[j]) for j in stages}
+
     def trained(self, i: int, j: int) -> float:
         """Bytes of the parameters that layers ``[i, j)`` train."""
         return self._trained[j] - self._trained[i]
@@ -235,7 +259,7 @@ class Problem:
         """Seconds in a step to move ``stored`` bytes of each micro-batch to the host and back."""
         return 2 * m * stored / self.machine.host
 
-    def interpreter(self, m: int, balance: Sequence[int], recomputed: Sequence[int]) -> float:
+    def interpreter(self, m: int, balance: Sequence[int], recomputed: Sequence[float]) -> float:
         """Seconds of Python in all forwards, a lower bound: one thread at a time runs Python."""
         sums = self.chain(m).sums["interpreter"]
         pairs = zip(ends_of(balance), recomputed, strict=True)
@@ -263,7 +287,12 @@ class Problem:
                 return None
         modes = tuple(self._modes(shape, balance, costs) if modes is None else modes)
         counts = shape.recomputed(modes)
-        python = self.interpreter(shape.m, balance, counts)
+        again: list[float] = [*counts]
+        if any(isinstance(mode, tuple) for mode in modes):
+            costs = self.costs(shape, balance, modes)
+            shares = _shares(self.chain(shape.m).sums["interpreter"], balance, modes)
+            again = [count + shape.m * x for count, x in zip(counts, shares, strict=True)]
+        python = self.interpreter(shape.m, balance, again)
         if _slots_bound(shape, costs, counts) > at_most:
             return None
         bound = max(python, self.bound(shape, balance, costs, modes))
@@ -277,11 +306,7 @@ class Problem:
             each = (1 / links[first][d] + 1 / links[d][first] for d in others)
             exchange = max(exchange, self.trained(i, j) * sum(each))
         time = (bound if bound > time * (1 + 1e-9) else time) + exchange
-        ends, stages = ends_of(balance), self.stages(shape, balance, modes)
-        parts = [
-            {j: self._on_replica(d, shape, j, ends[j], stages[j]) for j in own}
-            for d, own in enumerate(shape.stages_of)
-        ]
+        parts = [self.on_device(d, shape, balance, modes) for d in range(shape.devices)]
         on_device = tuple(shape.peak(d, own) for d, own in enumerate(parts))
         memory = (shape.peak(d, {j: parts[d][j]}) for j, d in enumerate(shape.device_of))
         shares = (a / b for a, b in zip(on_device, self.machine.memory, strict=False))
@@ -323,11 +348,7 @@ class Problem:
             best, limit = (True, math.inf), self.machine.memory[d]
             for modes in product(self.modes, repeat=len(own)):
                 pairs = [*zip(own, modes, strict=True)]
-                stages = {
-                    j: self._on_replica(d, shape, j, ends[j], self.needs(shape, j, ends, mode))
-                    for j, mode in pairs
-                }
-                needs = shape.peak(d, stages)
+                needs = shape.peak(d, self.on_device(d, shape, balance, dict(pairs)))
                 rank = needs > limit, needs if needs > limit else sum(longer(*x) for x in pairs)
                 if rank < best:
                     best = rank
@@ -336,6 +357,15 @@ class Problem:
                 if best == (False, 0.0):
                     break
         return chosen
+
+
+def _shares(
+    sums: Sequence[float], balance: Sequence[int], modes: Sequence[Mode]
+) -> Iterator[float]:
+    """For each stage, the part that is recomputed by layer, by sums over all layers."""
+    for (i, j), mode in zip(ends_of(balance), modes, strict=True):
+        again = sum(sums[b] - sums[a] for a, b in (mode if isinstance(mode, tuple) else ()))
+        yield again / (sums[j] - sums[i]) if again else 0.0
 
 
 def _slots_bound(shape: ScheduleShape, costs: Costs, counts: Sequence[int]) -> float:

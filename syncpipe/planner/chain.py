@@ -40,12 +40,14 @@ from syncpipe.planner.machine import Machine
 from syncpipe.schedules.player import Costs
 
 __all__ = [
-    "Chain", "LayerRange", "Mode", "StageMemory", "chunk_counts", "costs_of", "doubles", "ends_of",
-    "sizes_of",
+    "Chain", "LayerRange", "Mode", "Spans", "StageMemory", "chunk_counts", "costs_of", "doubles",
+    "ends_of", "sizes_of",
 ]  # fmt: skip
 
-#: How a stage keeps its activations until their backward.
-Mode = Literal["store", "recompute", "offload"]
+#: Runs of layers, ``(start, stop)``, each of which is recomputed from its input.
+Spans = tuple[tuple[int, int], ...]
+#: How a stage keeps its activations until their backward. With spans it stores the other layers.
+Mode = Literal["store", "recompute", "offload"] | Spans
 
 #: Weight half as a share of a backward whose halves were not measured, as in a linear layer, whose
 #: two products have equally many multiplications.
@@ -322,6 +324,26 @@ class Chain:
         returned = q // 2 * run.returned if returned is None else returned
         fixed = run.fixed + arrived + waiting * run.popped + returned
         return StageMemory(fixed, arrived, transient, each, once, stored, run.update)
+
+    def held(self, i: int, j: int, after_stored: bool, recomputed: bool) -> tuple[float, float]:
+        """Bytes of layers ``[i, j)`` from forward to backward of a micro-batch, and the most during
+        their backward. ``after_stored``: whether layer ``i - 1`` is in the stage and is stored.
+        """
+        run = self.run(i, j)
+        there = self.shared[i] * after_stored
+        kept = run.inputs - min(there, run.inputs) if recomputed else run.stored - there
+        peak = run.stored - there + run.transient
+        return kept, max(kept, peak) if self.peaks or not recomputed else kept + peak
+
+    def by_layer(self, i: int, j: int, spans: Spans) -> tuple[float, float]:
+        """As :meth:`held`, for a stage ``[i, j)`` that recomputes ``spans``."""
+        kept = peak = 0.0
+        starts, at, stored = dict(spans), i, False
+        while at < j:
+            to = starts.get(at, at + 1)
+            each, most = self.held(at, to, stored, at in starts)
+            kept, peak, at, stored = kept + each, max(peak, kept + most), to, at not in starts
+        return kept, peak
 
     def memory(self, i: int, j: int, q: int, q0: int, mode: Mode, taken: float = 0.0) -> float:
         """Peak bytes of the stage ``[i, j)``."""

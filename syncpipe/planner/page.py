@@ -148,7 +148,8 @@ _HEADER = (
     "stage", "device", "layers", "forward", "backward", "send", "in flight", "memory", "+ .grad"
 )  # fmt: skip
 _MODES = {
-    "recompute": "+ recompute: this stage stores only its inputs, and recomputes its forward.",
+    "recompute": "+ recompute: this stage stores only its inputs, and recomputes its forward; or "
+    "only so many of its layers.",
     "offload": "+ offload: this stage moves stored activations to the host and back.",
 }
 
@@ -160,12 +161,18 @@ def _rows(plan: Plan) -> Iterator[tuple[str, ...]]:
             stage.device,
             _name_range(stage.layers),
             duration(stage.forward),
-            duration(stage.backward) + f" + {stage.mode}" * (stage.mode != "store"),
+            duration(stage.backward) + _mode(stage),
             duration(stage.send) if stage.send else "",
             str(stage.in_flight),
             _share(stage.memory, stage.limit),
             in_bytes(stage.gradients),
         )
+
+
+def _mode(stage: Any) -> str:
+    some, whole = len(stage.recomputed), len(stage.layers)
+    part = f" {some} of {whole}" if 0 < some < whole else ""
+    return "" if stage.mode == "store" else f" + {stage.mode}{part}"
 
 
 def _name_range(names: Sequence[str]) -> str:
@@ -213,7 +220,7 @@ def _notes(plan: Plan) -> list[str]:
         for d, own in enumerate(chosen.shape.stages_of)
         if len(own) > 1
     ]
-    used = [line for mode, line in _MODES.items() if mode in chosen.modes]
+    used = [line for mode, line in _MODES.items() if mode in [x.mode for x in plan.stages]]
     return [f"{words}.", f"{grad}.", *used, *several]
 
 

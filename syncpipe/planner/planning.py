@@ -234,6 +234,8 @@ class StagePlan:
         send: seconds to send the output of one micro-batch to the next stage.
         in_flight: the most micro-batches in flight.
         mode: ``"store"``, ``"recompute"`` or ``"offload"``, for its activations.
+        recomputed: with ``"recompute"``, the names of the layers that are recomputed: all of them,
+            or some while the others store.
         memory: bytes at the peak.
         limit: bytes that its device has for all its stages.
         gradients: bytes in addition to ``memory`` if a step begins with gradients (without
@@ -247,6 +249,7 @@ class StagePlan:
     send: float
     in_flight: int
     mode: str
+    recomputed: tuple[str, ...]
     memory: float
     limit: float
     gradients: float
@@ -268,9 +271,10 @@ class Plan:
         chunks: the number of micro-batches.
         schedule: its name; ``"auto"`` for one that was made to measure.
         slots: the most micro-batches in flight on each stage under 1F1B; None for other schedules.
-        checkpoint: the checkpoint mode of each stage. A stage that recomputes does so for all
-            micro-batches, so that a stored one never adds to one being recomputed; under GPipe for
-            all but the last, whose backward follows at once.
+        checkpoint: the checkpoint mode of each stage: a name, or the runs of its layers that are
+            recomputed. A stage that recomputes does so for all micro-batches, so that a stored one
+            never adds to one being recomputed; under GPipe for all but the last, whose backward
+            follows at once.
         device_of: the index of the device of each stage; some schedules put several stages on one.
         replicas: the number of devices of each stage.
         step_time: simulated seconds for forward and backward of one mini-batch, without the
@@ -297,7 +301,10 @@ class Plan:
         self.schedule, self.slots = shape.name, None if shape.slots is None else list(shape.slots)
         recompute = "except_last" if self.schedule == "gpipe" else "always"
         checkpoint = {"store": "never", "recompute": recompute, "offload": "offload"}
-        self.checkpoint = [checkpoint[mode] for mode in chosen.modes]
+        self.checkpoint: list[Any] = [
+            checkpoint[mode] if isinstance(mode, str) else [(*range(*run),) for run in mode]
+            for mode in chosen.modes
+        ]
         self.device_of, self.replicas = list(shape.device_of), list(shape.replicas)
         self.step_time, self.bound = chosen.time, chosen.bound
         self.samples_per_second = terms.batch_size / chosen.time if chosen.time else math.inf
@@ -308,8 +315,9 @@ class Plan:
     @cached_property
     def simulation(self) -> Simulation:
         """The simulated step, with the times of the profile in seconds."""
-        shape, costs = self.chosen.shape, self.terms.costs(self.chosen.shape, self.chosen.balance)
-        return simulate(shape.schedule, costs, shape.recomputed(self.chosen.modes))
+        shape, modes = self.chosen.shape, self.chosen.modes
+        costs = self.terms.costs(shape, self.chosen.balance, modes)
+        return simulate(shape.schedule, costs, shape.recomputed(modes))
 
     @property
     def bubble(self) -> float:
@@ -319,16 +327,24 @@ class Plan:
     @cached_property
     def stages(self) -> tuple[StagePlan, ...]:
         """The stages in order."""
-        chosen, costs, names = self.chosen, self.simulation.costs, self.machine.names
+        chosen, names = self.chosen, self.machine.names
+        costs = self.terms.costs(chosen.shape, chosen.balance)  # without recomputation
+        backward = costs.times["backward"]
+        layers = [layer.name for layer in self.profile.layers]
+        runs = [
+            ((ends,) if mode == "recompute" else mode if isinstance(mode, tuple) else ())
+            for mode, ends in zip(chosen.modes, chosen.ends, strict=True)
+        ]
         return tuple(
             StagePlan(
-                layers=tuple(layer.name for layer in self.profile.layers[i:j]),
+                layers=tuple(layers[i:j]),
                 device=", ".join([names[d] for d in chosen.shape.places[s]]),
                 forward=costs.forward[s],
-                backward=costs.backward_input[s] + costs.backward_weight[s],
+                backward=backward[s],
                 send=(*costs.transfer, 0.0)[s],
                 in_flight=chosen.shape.in_flight[s],
-                mode=chosen.modes[s],
+                mode="recompute" if runs[s] else str(chosen.modes[s]),
+                recomputed=tuple(name for run in runs[s] for name in layers[slice(*run)]),
                 memory=chosen.memory[s],
                 limit=self.machine.memory[self.device_of[s]],
                 gradients=self.terms.trained(i, j),
@@ -376,10 +392,13 @@ class Plan:
         usual: Any = self.slots or self.schedule == AUTO
         usual = usual or build(self.schedule, made.m, made.device_of)
         shared = {"replicas": self.replicas} if max(self.replicas) > 1 else {}
+        checkpoint = self.checkpoint
+        if not any(isinstance(mode, str) for mode in checkpoint):  # a pipe takes one list of runs
+            checkpoint = [run for mode in checkpoint for run in mode]
         return shared | {
             "balance": self.balance,
             "chunks": self.chunks,
-            "checkpoint": self.checkpoint,
+            "checkpoint": checkpoint,
             "schedule": self.schedule if self.slots or made == usual else made,
             "slots": self.slots,
         }
@@ -407,7 +426,10 @@ class Plan:
         )
         found = {name: getattr(self, name) for name in names.split()} | {
             "spread": self.profile.spread,
-            "stages": [{**vars(stage), "layers": list(stage.layers)} for stage in self.stages],
+            "stages": [
+                {k: list(x) if isinstance(x, tuple) else x for k, x in vars(stage).items()}
+                for stage in self.stages
+            ],
             "memory_of_devices": list(self.chosen.on_device),
             "alternatives": [one.as_dict() for one in self.alternatives],
             "schedules": [one.as_dict() for one in self.compared],

@@ -35,6 +35,7 @@ from torch import Tensor
 from syncpipe.balance import balance_cost
 from syncpipe.format import in_bytes
 from syncpipe.options import consecutive
+from syncpipe.planner.by_layer import Refinement
 from syncpipe.planner.candidates import Candidate, Problem, ScheduleShape, one_f_one_b_shape
 from syncpipe.planner.chain import Mode, chunk_counts, doubles, ends_of, sizes_of
 from syncpipe.planner.machine import Machine
@@ -53,6 +54,8 @@ _LONG, _SHORT, _CELLS = 300_000, 30_000, 4096
 #: The candidates to improve, the simulated actions for all and for each, and how many times slower
 #: than the best a candidate may be.
 _IMPROVED, _WORK, _EACH, _PROMISING = 32, 600_000, 100_000, 1.3
+#: Candidates that are refined by layer, and the moves of the best one that are tried.
+_STARTS, _REFINED = 4, 300
 #: Slots added on each stage to those of a good candidate.
 _NEAR = (0, 1, 2, -1)
 #: Divisors of the textbook's slots.
@@ -444,6 +447,51 @@ def improved(problem: Problem, candidate: Candidate, work: int) -> tuple[Candida
     return candidate, work
 
 
+def refined(
+    problem: Problem, found: Sequence[Candidate], refinement: Refinement | None = None
+) -> Candidate:
+    """The best of these candidates under 1F1B, or a faster one whose stages recompute by layer."""
+    best, left = found[0], _REFINED
+    refinement = refinement or Refinement(problem)
+
+    def better(slots: Slots, balance: Balance) -> bool:
+        nonlocal best
+        shape = one_f_one_b_shape(best.shape.m, slots)
+        other = refinement.evaluate(shape, balance, best.time)
+        other = other and refinement.as_whole(other)
+        if other is None or other.rank >= best.rank:
+            return False
+        best = other
+        return True
+
+    if min(problem.machine.memory) == math.inf:
+        return best
+    for start in found[:_STARTS]:
+        assert start.shape.slots
+        for slots in (start.shape.slots, *_slot_choices(start.shape.n, start.shape.m)[1:]):
+            better(slots, start.balance)
+    changed = True
+    while changed and left:
+        changed = False
+        for balance, some in [*_neighbours(problem, best)][:left]:
+            left -= 1
+            changed = better(some or best.shape.in_flight, balance) or changed
+    return best
+
+
+def _in_runs(problem: Problem, chunks: Chunks, stages: int | None) -> list[Candidate]:
+    """The best candidate that fits only if stages recompute by layer; empty if there is none."""
+    m, refinement = max(chunk_counts(problem.batch_size, chunks)), Refinement(problem)
+    tried = (
+        refinement.evaluate(
+            one_f_one_b_shape(m, (1,) * n), _least_share(problem, m, n)[1], math.inf
+        )
+        for n in _stage_counts(problem, stages)
+    )
+    found = sorted(filter(None, tried), key=_rank)
+    return [refined(problem, found, refinement)] if found else []
+
+
 def _neighbours(problem: Problem, candidate: Candidate) -> Iterator[tuple[Balance, Slots | None]]:
     """Other slots and balances.
 
@@ -528,7 +576,9 @@ def choose(
     usual, order = schedule in (None, "1f1b"), tuple(range(len(problem.machine)))
     choice: dict[str, Any] = {"chunks": chunks, "stages": stages if usual else None}
     order, found = search_orders(problem, **choice)
-    made, how = found[:1], f"schedule={schedule!r}"
+    there = problem.on(problem.machine.ordered(order))
+    usually = [refined(there, found)] if found else _in_runs(there, chunks, choice["stages"])
+    made, how = usually, f"schedule={schedule!r}"
     if replicas:
         other, candidate = search_shared(problem, chunks)
         if not made or candidate.rank < made[0].rank:
@@ -539,15 +589,16 @@ def choose(
         sizes = _sizes_to_try(problem, found, chunks, stages)
         made = search_schedules(there, found, names, sizes, _LONG, stages)
         if schedule == ANY:
-            made += [candidate for candidate in found if stages in (None, len(candidate.balance))]
-        if not made and (found or schedule not in (ANY, AUTO)):
+            usually += found
+            made += [candidate for candidate in usually if stages in (None, candidate.shape.n)]
+        if not made and (usually or schedule not in (ANY, AUTO)):
             wanted = f" stages={stages} with" if stages is not None else ""
             raise ValueError(
                 f"{how} is impossible for{wanted} {len(order)} devices and "
                 f"{len(problem.profile.layers)} layers: it needs {LAYOUTS[schedule][1]}, none empty"
             )
     best = min(made, key=_rank, default=None)
-    if best is None or (best.excess > 1 and (schedule == ANY or not found)):
+    if best is None or (best.excess > 1 and (schedule == ANY or not usually)):
         text = f"no plan fits {len(order)} devices and batch_size={problem.batch_size}"
         raise NoPlan(shortage(problem, **choice) or text)
     if best.excess > 1:
@@ -569,10 +620,11 @@ def _no_fit_message(problem: Problem, candidate: Candidate, how: str, ways: Sequ
         layers_of.append(f"layer {first}" if j - i == 1 else f"layers {first} to {last}")
     what = f"stage {own[0]}" if len(own) == 1 else f"stages {', '.join(map(str, own))}"
     modes = {"store": "", "recompute": ", recomputing its forward", "offload": ", offloading"}
+    mode = str(candidate.modes[own[0]])
     return (
         f"no plan{how} fits into memory. Nearest is balance={list(candidate.balance)} with "
         f"chunks={shape.m} under {shape.name!r}: {what} ({' and '.join(layers_of)}) needs "
-        f"{in_bytes(needs, up=True)}{modes[candidate.modes[own[0]]]}, "
+        f"{in_bytes(needs, up=True)}{modes.get(mode, '')}, "
         f"{in_bytes(needs - has, up=True)} more than the {in_bytes(has)} of {machine.names[d]}. "
         f"It would fit with {', or '.join(ways)}"
     )

@@ -135,7 +135,7 @@ def test_stages_that_recompute_store_the_last_under_gpipe_and_none_under_1f1b() 
     for schedule, mode in (("gpipe", "except_last"), ("1f1b", "always")):
         plan = planned(profile, "4 x 0.4GB, 10GB/s", chunks=8, schedule=schedule, stages=4)
         assert mode in plan.checkpoint
-        assert set(plan.checkpoint) <= {"never", mode}
+        assert {each for each in plan.checkpoint if isinstance(each, str)} <= {"never", mode}
     small: dict[str, Any] = {"schedule": "interleaved_1f1b", "chunks": 8, "stages": 6}
     assert set(planned(EVEN, "3 x 1GB, 10GB/s", **small).checkpoint) == {"never"}
     assert "always" in planned(EVEN, "3 x 18MB, 10GB/s", **small).checkpoint

@@ -17,7 +17,7 @@ from syncpipe import Pipe
 from syncpipe.balance import LayerProfile, Profile, profile
 from syncpipe.balance.stored import FACTORS
 from syncpipe.planner.candidates import Problem, ScheduleShape, one_f_one_b_shape
-from syncpipe.planner.chain import Chain, Mode
+from syncpipe.planner.chain import Chain, Mode, ends_of
 from syncpipe.planner.machine import Machine, machine_of
 from syncpipe.schedules import build
 from syncpipe.training.weight_gradients import PRODUCTS
@@ -116,7 +116,13 @@ def peaks(
 @pytest.mark.gpu
 @pytest.mark.parametrize(
     ("schedule", "checkpoint"),
-    [("1f1b", "never"), ("1f1b", "always"), ("gpipe", "never"), ("zb_h1", "never")],
+    [
+        ("1f1b", "never"),
+        ("1f1b", "always"),
+        ("1f1b", "by layer"),
+        ("gpipe", "never"),
+        ("zb_h1", "never"),
+    ],
 )
 @pytest.mark.parametrize("model", [mlp, conv_net, transformer, unet, tied])
 @pytest.mark.usefixtures("four_devices")
@@ -128,6 +134,9 @@ def test_the_planned_peak_is_near_what_devices_count(model, schedule, checkpoint
     cut = [third, third, len(layers) - 2 * third]
     found = profile(layers, x, sizes=[SAMPLES], timeout=0.0, device=acc.device())
     modes: list[Mode] = ["recompute" if checkpoint == "always" else "store"] * 3
+    if checkpoint == "by layer":  # all but the second layer of each stage
+        modes = [((i, i + 1), (i + 2, j))[: j - i - 1] for i, j in ends_of(cut)]
+        checkpoint = [(*range(*run),) for mode in modes for run in mode]
     made = build(schedule, CHUNKS, range(3))
     shape = one_f_one_b_shape(CHUNKS, made.in_flight) if schedule == "1f1b" else ScheduleShape(made)
     candidate = Problem(found, Machine.even(3), len(x), 2.0).evaluate(shape, cut, modes)

@@ -1,0 +1,119 @@
+"""Recomputation by layer: which layers of a stage are stored, and which runs are recomputed.
+
+A stage that recomputes as a whole keeps one input and runs all its layers twice. In between it
+stores some layers, and recomputes runs of the others, each from its own input::
+
+    layers       0      1      2      3      4      5
+                 store  |-- run --|   store  |-- run -|
+    kept         stored input         stored input
+
+Backward goes from the right to the left. In a run it needs what the layers before it keep, and all
+that the layers of the run store. From left to right, those ways to a layer are followed that no
+other one surpasses in seconds, in bytes kept and in the peak (a knapsack).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from syncpipe.planner.candidates import Candidate, Problem, ScheduleShape
+from syncpipe.planner.chain import Chain, Mode, Spans, ends_of
+
+__all__ = ["Refinement"]
+
+_ENDS = 24  # where runs of a stage may begin and end, if it has more layers
+_WAYS = 48  # to a layer, that are followed
+
+
+class Way(NamedTuple):
+    """How the first layers of a stage run.
+
+    ``again``: seconds of recomputation. ``kept``: bytes of a micro-batch from forward to backward.
+    ``peak``: bytes of the micro-batch that goes back. ``stored``: whether the last layer is stored.
+    """
+
+    again: float
+    kept: float
+    peak: float
+    spans: Spans
+    stored: bool
+
+
+class Refinement:
+    """Candidates under 1F1B whose stages recompute by layer."""
+
+    def __init__(self, problem: Problem) -> None:
+        self.problem = problem
+        self._ways: dict[tuple[int, int, int], list[Way]] = {}
+
+    def ways(self, m: int, i: int, j: int) -> list[Way]:
+        """Ways to run layers ``[i, j)`` with ``m`` micro-batches, the fastest first."""
+        if (m, i, j) not in self._ways:
+            self._ways[m, i, j] = _ways(self.problem.chain(m), i, j)
+        return self._ways[m, i, j]
+
+    def evaluate(
+        self, shape: ScheduleShape, balance: Sequence[int], at_most: float
+    ) -> Candidate | None:
+        """The candidate of a cut, each stage in the fastest way that fits; None if one does not
+        fit, or if the bound exceeds ``at_most`` seconds.
+        """
+        problem, ends, modes = self.problem, ends_of(balance), list[Mode]()
+        stored: list[Mode] = ["store"] * shape.n
+        if problem.bound(shape, balance, problem.costs(shape, balance), stored) > at_most:
+            return None
+        for s, (i, j) in enumerate(ends):
+            for way in self.ways(shape.m, i, j):
+                mode: Mode = "recompute" if way.spans == ((i, j),) else way.spans or "store"
+                needs = problem.needs(shape, s, ends, mode).peak(shape.in_flight[s])
+                if needs <= problem.machine.memory[s]:
+                    modes.append(mode)
+                    break
+            else:
+                return None
+        return problem.evaluate(shape, balance, modes, at_most)
+
+    def as_whole(self, candidate: Candidate) -> Candidate:
+        """The candidate, or a faster one in which some stages recompute as a whole: that does not
+        wait for the gradient.
+        """
+        for s, mode in enumerate(candidate.modes):
+            if isinstance(mode, tuple):
+                modes = [*candidate.modes[:s], "recompute", *candidate.modes[s + 1 :]]
+                args = candidate.shape, candidate.balance, modes, candidate.time
+                other = self.problem.evaluate(*args)
+                if other is not None and other.rank < candidate.rank:
+                    candidate = other
+        return candidate
+
+
+def _ways(chain: Chain, i: int, j: int) -> list[Way]:
+    sums, step = chain.sums["forward"], -(-(j - i) // _ENDS)
+    ends = [*range(i, j, step), j]
+    ways: dict[int, list[Way]] = {i: [Way(0.0, 0.0, 0.0, (), False)]}
+    for at in range(i, j):
+        runs = [(at + 1, False), *((to, True) for to in ends if at in ends and to > at)]
+        for way in _best(ways.pop(at)):
+            for to, recomputed in runs:
+                kept, peak = chain.held(at, to, way.stored, recomputed)
+                found = Way(
+                    way.again + (sums[to] - sums[at]) * recomputed,
+                    way.kept + kept,
+                    max(way.peak, way.kept + peak),
+                    (*way.spans, (at, to)) if recomputed else way.spans,
+                    not recomputed,
+                )
+                ways.setdefault(to, []).append(found)
+    return _best(ways[j])
+
+
+def _best(ways: list[Way]) -> list[Way]:
+    """Those that no other one surpasses in all, the fastest first; of many some."""
+    best: list[Way] = []
+    for way in sorted(ways):
+        if not any(x.kept <= way.kept and x.peak <= way.peak for x in best):
+            best.append(way)
+    if len(best) <= _WAYS:
+        return best
+    return [best[k * (len(best) - 1) // (_WAYS - 1)] for k in range(_WAYS)]
