@@ -19,6 +19,7 @@ __all__ = ["Alternative", "alternatives_of", "other_schedules"]
 _NO_PIPE = "no pipe at all"
 _COPIES = "torch.nn.parallel.DistributedDataParallel, a process for each device"
 _COPIES_OF_PIPES = "DistributedDataParallel around pipes"
+_SHARDS = "torch.distributed.fsdp.fully_shard, a process for each device"
 
 
 @dataclass(frozen=True)
@@ -50,7 +51,9 @@ class Alternative:
 
 
 def alternatives_of(problem: Problem, chosen: Candidate) -> tuple[Alternative, ...]:
-    """An equal split, torchgpipe's way, one device, stages with replicas, data parallelism."""
+    """An equal split, torchgpipe's way, one device, stages with replicas, data parallelism; and
+    FSDP where one device is too small.
+    """
     machine, found = problem.machine, list[Alternative]()
     devices, layers, candidate = len(machine), len(problem.profile.layers), chosen
     n, m = len(chosen.balance), chosen.shape.m
@@ -66,6 +69,8 @@ def alternatives_of(problem: Problem, chosen: Candidate) -> tuple[Alternative, .
     if n > 1:
         alone = (_copies(problem, "one device", [kind[:1]], _NO_PIPE) for kind in machine.kinds)
         found.append(min(alone, key=_time))
+        if found[-1].time is None and len(machine.kinds) == 1:
+            found.append(_sharded(problem))
         if len(machine.kinds) == 1 and problem.batch_size >= devices:
             candidate = search_shared(problem)[1]
     if max(candidate.shape.replicas) > max(chosen.shape.replicas):
@@ -88,6 +93,34 @@ def alternatives_of(problem: Problem, chosen: Candidate) -> tuple[Alternative, .
             tried = (_copies(problem, name, places, instead) for places in layouts)
             copied.append(min(tried, key=_time))
     return (*found, *sorted(copied, key=_time)[:2])
+
+
+def _sharded(problem: Problem) -> Alternative:
+    """FSDP over all devices, with one micro-batch on each.
+
+    While it computes, a device sends ``3 (d-1) / d`` of the parameters' bytes: they are gathered
+    for forward and for backward, and gradients are scattered (Rajbhandari et al. 2020, ZeRO,
+    section 7.2.2). Two layers are whole at a time.
+    """
+    machine, layers, d = problem.machine, problem.profile.layers, len(problem.machine)
+    name, everything = f"FSDP over {d} devices", tuple(range(d))
+    if problem.batch_size % d:
+        return Alternative(name, None, f"batch_size is no multiple of {d}", _SHARDS)
+    whole = 2 * max(layer.parameter_bytes for layer in layers)
+    one = machine.shared([everything])
+    limit = max(0.0, one.memory[0] - whole)
+    part = Problem(
+        problem.profile, replace(one, memory=(limit,)), problem.batch_size // d,
+        problem.param_scale / d, problem.update / d,
+    )  # fmt: skip
+    best = next(iter(search(part, chunks=1, stages=1, improve=False)), None)
+    if best is None:
+        return Alternative(name, None, f"{in_bytes(one.memory[0])} is too little", _SHARDS)
+    rate = min(machine.bandwidth[a][b] for a, b in pairwise((*everything, 0)))
+    sent = 3 * (d - 1) / d * sum(layer.parameter_bytes for layer in layers) / rate
+    note = f"{duration(sent)} to send parameters and gradients, overlapped"
+    note += f"; {in_bytes(best.on_device[0] + whole)} at most"
+    return Alternative(name, max(best.time, sent), note, _SHARDS, best)
 
 
 def _time(one: Alternative) -> float:

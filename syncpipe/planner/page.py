@@ -252,6 +252,10 @@ def limited_by(plan: Plan) -> str:
         return "the one device"
     d = max(range(len(busy)), key=busy.__getitem__)
     again = sum(s.duration for s in played.spans if s.row == d and s.kind == "recompute")
+    for backward, stage, place in zip(
+        played.costs.times["backward"], plan.stages, plan.device_of, strict=True
+    ):
+        again += plan.chunks * (backward - stage.backward) * (place == d)  # by layer
     mean, sent, name = sum(busy) / len(busy), 2 * sum(played.costs.transfer), plan.machine.names[d]
     more = busy[d] - again - mean
     return max(

@@ -146,6 +146,7 @@ def _lead(size: int, folder: str) -> None:
 
 def _live(rank: int, size: int, folder: str, readable: int) -> None:
     torch.set_num_threads(1)  # else threads of autograd do, at once, of which one may fail
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # shells ignore it in the background
     answers = os.dup(1)
     os.dup2(2, 1)
     meeting = f"file://{folder}/meet"

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import os
+import re
 import subprocess
 import sys
 from functools import partial
@@ -26,6 +28,9 @@ datasets: Any = pytest.importorskip("datasets")
 pytest.importorskip("accelerate")
 
 STEPS, LENGTH, ROWS = 3, 12, 24
+TABLE = ROOT / "benchmarks" / "results" / "trainers.md"
+#: For each row of the table the largest differences of what was logged, and of weights.
+FOUND: dict[str, tuple[float, float]] = {}
 
 
 @pytest.fixture(autouse=True)
@@ -117,16 +122,17 @@ def trained(trainer: Any, *args: Any, piped: bool, resume: Any = None, **options
     return made
 
 
-def assert_same(mine: Any, theirs: Any, tolerance: float = 1e-5) -> None:
-    """All that was logged, and the weights."""
-    timed = ("runtime", "per_second")
+def assert_same(mine: Any, theirs: Any, tolerance: float = 1e-5, row: str = "") -> None:
+    """All that was logged, and the weights; ``row`` is that of the table."""
+    timed, logged = ("runtime", "per_second"), [0.0]
     for a, b in zip(mine.state.log_history, theirs.state.log_history, strict=True):
         a, b = ({k: v for k, v in x.items() if not k.endswith(timed)} for x in (a, b))
         assert a == pytest.approx(b, rel=tolerance, abs=tolerance)
-    torch.testing.assert_close(
-        dict(mine.model.state_dict()), dict(theirs.model.state_dict()),
-        rtol=10 * tolerance, atol=10 * tolerance,
-    )  # fmt: skip
+        logged += [abs(a[k] - b[k]) for k in a if isinstance(a[k], float)]
+    weights = [dict(each.model.state_dict()) for each in (mine, theirs)]
+    torch.testing.assert_close(*weights, rtol=10 * tolerance, atol=10 * tolerance)
+    pairs = [(w.double(), weights[1][name].double()) for name, w in weights[0].items()]
+    FOUND[row] = max(logged), max(float((a - b).abs().max()) for a, b in pairs)
 
 
 def summed(outputs: Any, labels: Tensor, num_items_in_batch: Any = None) -> Tensor:
@@ -144,23 +150,30 @@ def accuracy(prediction: Any) -> dict[str, float]:
     return {"accuracy": float(found[labels != -100].mean())}
 
 
-@pytest.mark.parametrize(
-    ("kind", "options"),
-    [
-        ("language model", {}),
-        ("language model", {"gradient_accumulation_steps": 2}),
-        ("language model", {"label_smoothing_factor": 0.5}),
-        ("language model", {"compute_loss_func": summed}),
-        ("language model", {"compute_loss_func": averaged}),
-        ("language model", {"gradient_checkpointing": True, "max_grad_norm": 0.1}),
-        ("language model", {"train_sampling_strategy": "group_by_length"}),
-        ("language model", {"bf16": True}),
-        ("language model", {"torch_compile": True, "torch_compile_backend": "eager"}),
-        ("tokens", {"gradient_accumulation_steps": 2, "optim": "adafactor"}),
-        ("tokens", {"label_smoothing_factor": 0.3, "compute_metrics": accuracy}),
-        ("sequences", {"compute_metrics": accuracy, "lr_scheduler_type": "cosine"}),
-    ],
-)
+CASES: list[tuple[str, dict[str, Any]]] = [
+    ("language model", {}),
+    ("language model", {"gradient_accumulation_steps": 2}),
+    ("language model", {"label_smoothing_factor": 0.5}),
+    ("language model", {"compute_loss_func": summed}),
+    ("language model", {"compute_loss_func": averaged}),
+    ("language model", {"gradient_checkpointing": True, "max_grad_norm": 0.1}),
+    ("language model", {"train_sampling_strategy": "group_by_length"}),
+    ("language model", {"bf16": True}),
+    ("language model", {"torch_compile": True, "torch_compile_backend": "eager"}),
+    ("language model", {"weight_decay": 0.1, "warmup_steps": 2}),
+    ("tokens", {"gradient_accumulation_steps": 2, "optim": "adafactor"}),
+    ("tokens", {"label_smoothing_factor": 0.3, "compute_metrics": accuracy}),
+    ("sequences", {"compute_metrics": accuracy, "lr_scheduler_type": "cosine"}),
+]
+
+
+def row_of(kind: str, options: dict[str, Any]) -> str:
+    """The row of the table of a case."""
+    shown = ", ".join(f"`{k}={getattr(v, '__name__', repr(v))}`" for k, v in options.items())
+    return f"`Trainer`, {kind} | {shown}"
+
+
+@pytest.mark.parametrize(("kind", "options"), CASES)
 def test_losses_metrics_and_weights_are_those_of_the_plain_trainer(kind, options, tmp_path):
     names = {"compute_loss_func", "compute_metrics"}
     given = {name: options[name] for name in names & options.keys()}
@@ -172,7 +185,7 @@ def test_losses_metrics_and_weights_are_those_of_the_plain_trainer(kind, options
         )
         for piped in (True, False)
     )  # fmt: skip
-    assert_same(mine, theirs, 1e-2 if args.get("bf16") else 1e-5)
+    assert_same(mine, theirs, 1e-2 if args.get("bf16") else 1e-5, row_of(kind, options))
     assert mine.pipe.checkpoint == ("always" if "gradient_checkpointing" in args else "except_last")
 
 
@@ -191,12 +204,16 @@ def test_it_saves_resumes_and_loads_the_best_model(tmp_path):
         )
         for name in ("whole", "theirs", "resumed")
     )  # fmt: skip
-    assert_same(whole, theirs)
+    assert_same(whole, theirs, row=row_of("language model", {"load_best_model_at_end": True}))
     del resumed.state.log_history[-1]["train_loss"]  # of the steps since it resumed
     del whole.state.log_history[-1]["train_loss"]
     assert_same(resumed, whole)
     best = Path(whole.state.best_model_checkpoint)
     loaded = transformers.LlamaForCausalLM.from_pretrained(best)
+    torch.testing.assert_close(dict(whole.model.state_dict()), dict(loaded.state_dict()))
+    whole.model.save_pretrained(tmp_path / "shards", max_shard_size="4KB")
+    assert len([*(tmp_path / "shards").glob("*.safetensors")]) > 2
+    loaded = transformers.LlamaForCausalLM.from_pretrained(tmp_path / "shards")
     torch.testing.assert_close(dict(whole.model.state_dict()), dict(loaded.state_dict()))
 
 
@@ -217,6 +234,9 @@ def lora() -> Any:
     return peft.LoraConfig(task_type="CAUSAL_LM", r=4, target_modules=["q_proj", "down_proj"])
 
 
+TRL = ["SFTTrainer", "SFTTrainer LoRA", "DPOTrainer", "DPOTrainer LoRA", "RewardTrainer"]
+
+
 @pytest.mark.parametrize(
     ("kind", "columns", "options"),
     [
@@ -226,9 +246,9 @@ def lora() -> Any:
         ("DPO", ("prompt", "chosen", "rejected"), lambda: {"peft_config": lora()}),
         ("Reward", ("chosen", "rejected"), dict),
     ],
-    ids=["SFT", "SFT with LoRA", "DPO", "DPO with LoRA", "Reward"],
+    ids=TRL,
 )
-def test_the_trainers_of_trl(kind, columns, options, tmp_path):
+def test_the_trainers_of_trl(kind, columns, options, tmp_path, request):
     trl: Any = pytest.importorskip("trl")
     found = {name: column for name, column in texts().items() if name in columns}
     made = []
@@ -250,7 +270,8 @@ def test_the_trainers_of_trl(kind, columns, options, tmp_path):
                 **options(),
             )
         )  # fmt: skip
-    assert_same(*made)
+    name, *how = request.node.callspec.id.split()
+    assert_same(*made, row=f"{', '.join([f'`{name}`', *how])} | `save_steps=3`")
     names = ("adapter_model.safetensors", "model.safetensors")
     files = [
         next(path for name in names if (path := tmp_path / piped / "checkpoint-3" / name).exists())
@@ -328,7 +349,7 @@ def test_a_loss_of_a_subclass_gets_the_outputs_of_the_whole_batch(tmp_path):
         )
         for piped in (True, False)
     )  # fmt: skip
-    assert_same(mine, theirs)
+    assert_same(mine, theirs, row="a subclass, sequences | its own `compute_loss`")
 
 
 def test_a_model_that_caches_trains_and_generates_in_its_evaluation(tmp_path):
@@ -351,7 +372,7 @@ def test_a_model_that_caches_trains_and_generates_in_its_evaluation(tmp_path):
         )
         for piped in (True, False)
     ]  # fmt: skip
-    assert_same(*made)
+    assert_same(*made, row="`Seq2SeqTrainer`, T5 | `predict_with_generate=True`")
 
 
 def test_what_is_not_trained_runs_the_model_itself(tmp_path):
@@ -462,6 +483,21 @@ print("same")
         [sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, check=False
     )
     assert done.stdout.endswith("same\n"), done.stderr
+
+
+def test_the_table_has_a_row_for_each_of_them():
+    """``SYNCPIPE_TABLE=1 pytest -n0 tests/integrations/test_trainer.py`` writes it."""
+    if "SYNCPIPE_TABLE" in os.environ:
+        FOUND.pop("", None)
+        head = "| trainer, and what it trains | arguments | logged | weights |\n|---|---|---|---|\n"
+        made = "".join(f"| {row} | {a:.1e} | {b:.1e} |\n" for row, (a, b) in FOUND.items())
+        title, _ = TABLE.read_text(encoding="utf-8").split("| trainer", 1)
+        TABLE.write_text(title + head + made, encoding="utf-8")
+    text = TABLE.read_text(encoding="utf-8")
+    rows = re.findall(r"^\| (.+ \| .*) \| [\d.e+-]+ \| [\d.e+-]+ \|$", text, flags=re.M)
+    options = [*CASES, ("language model", {"load_best_model_at_end": True})]
+    assert rows[: len(options)] == [row_of(*each) for each in options]
+    assert len(rows) == len(options) + len(TRL) + 2
 
 
 def test_a_loss_model_s_outputs_can_be_joined():

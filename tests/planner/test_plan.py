@@ -262,7 +262,7 @@ def test_what_is_said_for_which_plan() -> None:
                "an equal number of layers", "torchgpipe", "one device", "data parallelism",
                f"{len(plan.balance)} stages", "plan.compare()")),
         (planned(light), ("data parallelism, 4 copies would be", "DistributedDataParallel")),
-        (planned(heavy, "4 x 0.5GB, 10GB/s"),
+        (planned(heavy, "4 x 0.5GB, 1GB/s"),
          ("that was tried is faster than this plan.", "does not fit")),
         (planned(devices="1 x 1GB"), ("one device, no pipeline",)),
         (planned(light, replicas=True), ("1F1B, 1 stage on 4 devices,",)),
@@ -329,6 +329,22 @@ def test_devices_are_alike_within_some_per_cent(given: dict[str, Any]) -> None:
     assert planned(light, "4 x 16GB, 12GB/s", replicas=True, **given).replicas == [4]
     other = Machine.even(4, 16e9, 12e9)
     assert not replace(other, memory=(16e9, 8e9, 16e9, 16e9)).uniform
+
+
+def test_fsdp_is_compared_where_one_device_is_too_small() -> None:
+    """Three quarters of the parameters go out twice, and so do the gradients once (ZeRO, 7.2.2)."""
+    large = profile_of([5.0] * 8, parameters=5 * 10**7)
+    for rate, seconds in (("100GB/s", 8 * 15e-3 * 2), ("1GB/s", 3 * 0.75 * 0.4)):
+        plan = planned(large, f"4 x 1GB, {rate}")
+        named = {one.name: one for one in plan.alternatives}
+        assert named["one device"].time is None
+        fsdp = named["FSDP over 4 devices"]
+        assert fsdp.time == pytest.approx(seconds)
+        assert "fully_shard" in fsdp.instead
+        assert ("Use torch.distributed.fsdp" in said_by(plan)) == (rate == "100GB/s")
+    assert "FSDP" not in said_by(planned())
+    tight = planned(large, "4 x 0.51GB, 1GB/s").alternatives
+    assert next(one.time for one in tight if "FSDP" in one.name) is None
 
 
 def test_copies_are_laid_out_along_the_links() -> None:

@@ -23,7 +23,7 @@ from syncpipe import Pipe
 from syncpipe.distributed import stage
 from syncpipe.distributed.schedules import SCHEDULES
 
-M, WORDS, WIDTH, SIZE = 8, 13, 8, 2
+WORDS, WIDTH, SIZE = 13, 8, 2
 HALVES = ("interleaved_zero_bubble", "zbv", "dualpipev")
 
 
@@ -126,12 +126,13 @@ def run_case(case: dict[str, Any]) -> str:
     replica = mesh.get_local_rank("dp")
     where = SCHEDULES[case["schedule"]][1]
     n = ranks if where == "one" else 2 * ranks
+    m = n if where == "v" else 4  # in a V not fewer
     balance = [10 // n + (j < 10 % n) for j in range(n)]
 
     def autocast(on: bool) -> Any:
         return torch.autocast("cpu", torch.bfloat16) if on else nullcontext()
 
-    x = torch.randint(WORDS, (dp, M * SIZE), generator=torch.Generator().manual_seed(case["seed"]))
+    x = torch.randint(WORDS, (dp, m * SIZE), generator=torch.Generator().manual_seed(case["seed"]))
     y = (x + 1) % WORDS
     y[:, ::3], y[0, :5] = -100, -100
     y[:, 1::2] = (x[:, 1::2] + 1) % WORDS  # something counts in each micro-batch
@@ -143,14 +144,14 @@ def run_case(case: dict[str, Any]) -> str:
     try:
         sharded(mine, case, mesh)
         options = {"data_parallel": mesh["dp"] if case["sharding"] != "no" else None}
-        schedule = mine.schedule(case["schedule"], chunks=M, **how, **options)
+        schedule = mine.schedule(case["schedule"], chunks=m, **how, **options)
     except ValueError as error:
         halves = case["schedule"] in HALVES and "backward in halves" in str(error)
         return "refused" if halves else str(error)
     kind = torch.optim.AdamW if case["adam"] else torch.optim.SGD
     rate = 1e-3 if case["loss"] == "sum" else 0.05
     ours = kind(mine.parameters(), lr=rate)
-    pipe = Pipe(model(case), [10], devices=["cpu"], chunks=M, checkpoint="never")
+    pipe = Pipe(model(case), [10], devices=["cpu"], chunks=m, checkpoint="never")
     theirs = kind(pipe.parameters(), lr=rate)
     parts = range(dp) if case["sharding"] != "no" else [replica]
     worst = []
