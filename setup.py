@@ -78,6 +78,7 @@ setup(
             "datasets>=4.0",
             "peft>=0.21",
             "safetensors>=0.6",
+            "bitsandbytes>=0.49; sys_platform == 'linux'",
             "trl>=1.10",
         ],
         "lightning": ["lightning>=2.5"],

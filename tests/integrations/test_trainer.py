@@ -280,6 +280,49 @@ def test_the_trainers_of_trl(kind, columns, options, tmp_path, request):
     torch.testing.assert_close(*map(safetensors.load_file, files), rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")
+@pytest.mark.parametrize(
+    "bits", [{"load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}, {"load_in_8bit": True}]
+)
+def test_adapters_beside_quantized_weights(bits, tmp_path):
+    """As with QLoRA; the adapters and the quantized weights are saved as the plain Trainer's."""
+    pytest.importorskip("bitsandbytes")
+    peft: Any = pytest.importorskip("peft")
+    language_model().save_pretrained(tmp_path / "base")
+    made = []
+    for piped in (True, False):
+        model = transformers.LlamaForCausalLM.from_pretrained(
+            tmp_path / "base", device_map={"": "cpu"},
+            quantization_config=transformers.BitsAndBytesConfig(**bits),
+        )  # fmt: skip
+        torch.manual_seed(0)
+        model = peft.get_peft_model(
+            peft.prepare_model_for_kbit_training(model, use_gradient_checkpointing=False), lora()
+        )
+        made.append(
+            trained(
+                transformers.Trainer, model, arguments(tmp_path / str(piped)), piped=piped,
+                train_dataset=rows(), eval_dataset=rows(count=11),
+            )
+        )  # fmt: skip
+    row = f"`Trainer`, LoRA beside quantized weights | `{[*bits][0]}=True`"
+    # In 8 bits activations are rounded as well, by the largest of a micro-batch.
+    assert_same(*made, 1e-2 if "load_in_8bit" in bits else 1e-5, row)
+    files = []
+    for trainer, name in zip(made, ("mine", "theirs"), strict=True):
+        trainer.model.save_pretrained(tmp_path / name)
+        trainer.model.base_model.model.save_pretrained(tmp_path / name / "base")
+        found = [tmp_path / name / "adapter_model.safetensors", tmp_path / name / "base"]
+        files.append(
+            [safetensors.load_file(each) for each in (found[0], *found[1].glob("*.safe*"))]
+        )
+    (adapters, weights), (their_adapters, their_weights) = files
+    torch.testing.assert_close(adapters, their_adapters, rtol=1e-2, atol=1e-2)
+    quantized = [k for k, w in weights.items() if not w.is_floating_point()]
+    assert quantized
+    assert all(torch.equal(weights[name], their_weights[name]) for name in quantized)
+
+
 #: The shape of TRL's first example: a model by its name, conversations, and no other setting.
 SCRIPT = """
 from datasets import load_dataset
@@ -497,7 +540,7 @@ def test_the_table_has_a_row_for_each_of_them():
     rows = re.findall(r"^\| (.+ \| .*) \| [\d.e+-]+ \| [\d.e+-]+ \|$", text, flags=re.M)
     options = [*CASES, ("language model", {"load_best_model_at_end": True})]
     assert rows[: len(options)] == [row_of(*each) for each in options]
-    assert len(rows) == len(options) + len(TRL) + 2
+    assert len(rows) == len(options) + len(TRL) + 4
 
 
 def test_a_loss_model_s_outputs_can_be_joined():
