@@ -448,15 +448,16 @@ def improved(problem: Problem, candidate: Candidate, work: int) -> tuple[Candida
 
 
 def refined(
-    problem: Problem, found: Sequence[Candidate], refinement: Refinement | None = None
-) -> Candidate:
+    problem: Problem, found: Sequence[Candidate], chunks: Chunks = None,
+    refinement: Refinement | None = None,
+) -> Candidate:  # fmt: skip
     """The best of these candidates under 1F1B, or a faster one whose stages recompute by layer."""
     best, left = found[0], _REFINED
     refinement = refinement or Refinement(problem)
 
-    def better(slots: Slots, balance: Balance) -> bool:
+    def better(m: int, slots: Slots, balance: Balance) -> bool:
         nonlocal best
-        shape = one_f_one_b_shape(best.shape.m, slots)
+        shape = one_f_one_b_shape(m, slots)
         other = refinement.evaluate(shape, balance, best.time)
         other = other and refinement.as_whole(other)
         if other is None or other.rank >= best.rank:
@@ -466,16 +467,19 @@ def refined(
 
     if min(problem.machine.memory) == math.inf:
         return best
+    counts = chunk_counts(problem.batch_size, chunks)
     for start in found[:_STARTS]:
-        assert start.shape.slots
-        for slots in (start.shape.slots, *_slot_choices(start.shape.n, start.shape.m)[1:]):
-            better(slots, start.balance)
+        near = counts.index(start.shape.m)
+        for m in counts[max(0, near - 1) : near + 2]:
+            own = (start.shape.in_flight,) if m == start.shape.m else ()
+            for slots in (*own, *_slot_choices(start.shape.n, m)[1:]):
+                better(m, slots, start.balance)
     changed = True
     while changed and left:
         changed = False
         for balance, some in [*_neighbours(problem, best)][:left]:
             left -= 1
-            changed = better(some or best.shape.in_flight, balance) or changed
+            changed = better(best.shape.m, some or best.shape.in_flight, balance) or changed
     return best
 
 
@@ -489,7 +493,7 @@ def _in_runs(problem: Problem, chunks: Chunks, stages: int | None) -> list[Candi
         for n in _stage_counts(problem, stages)
     )
     found = sorted(filter(None, tried), key=_rank)
-    return [refined(problem, found, refinement)] if found else []
+    return [refined(problem, found, chunks, refinement)] if found else []
 
 
 def _neighbours(problem: Problem, candidate: Candidate) -> Iterator[tuple[Balance, Slots | None]]:
@@ -577,7 +581,9 @@ def choose(
     choice: dict[str, Any] = {"chunks": chunks, "stages": stages if usual else None}
     order, found = search_orders(problem, **choice)
     there = problem.on(problem.machine.ordered(order))
-    usually = [refined(there, found)] if found else _in_runs(there, chunks, choice["stages"])
+    usually = [refined(there, found, chunks)] if found else []
+    if not found or set(usually[0].modes) != {"store"}:
+        usually = sorted([*usually, *_in_runs(there, chunks, choice["stages"])], key=_rank)
     made, how = usually, f"schedule={schedule!r}"
     if replicas:
         other, candidate = search_shared(problem, chunks)

@@ -305,7 +305,7 @@ def test_adapters_beside_quantized_weights(bits, tmp_path):
                 train_dataset=rows(), eval_dataset=rows(count=11),
             )
         )  # fmt: skip
-    row = f"`Trainer`, LoRA beside quantized weights | `{[*bits][0]}=True`"
+    row = f"`Trainer`, LoRA beside quantized weights | `{next(iter(bits))}=True`"
     # In 8 bits activations are rounded as well, by the largest of a micro-batch.
     assert_same(*made, 1e-2 if "load_in_8bit" in bits else 1e-5, row)
     files = []

@@ -96,7 +96,7 @@ def test_it_is_never_slower_nor_with_more_memory(seed: int) -> None:
     for part in (0.35, 0.45, 0.5, 0.55, 0.6, 0.7, 0.8):
         problem = Problem(profile, Machine.even(3, part * most, 12e9), 64, 2.0)
         if found := search(problem, chunks=8):
-            chosen = refined(problem, found)
+            chosen = refined(problem, found, 8)
             assert chosen.excess == 1
             assert chosen.time <= found[0].time
             assert chosen.time <= before * 1.005
