@@ -484,7 +484,9 @@ def refined(
 
 
 def _in_runs(problem: Problem, chunks: Chunks, stages: int | None) -> list[Candidate]:
-    """The best candidate that fits only if stages recompute by layer; empty if there is none."""
+    """The best candidate by layer that starts from the cuts that need the least memory; empty if
+    nothing fits.
+    """
     m, refinement = max(chunk_counts(problem.batch_size, chunks)), Refinement(problem)
     tried = (
         refinement.evaluate(
@@ -790,7 +792,7 @@ def _custom_made(problem: Problem, start: Candidate) -> Iterator[Candidate]:
         made.append(auto(
             shape.m,
             shape.device_of,
-            costs=problem.costs(shape, start.balance),
+            costs=problem.costs(shape, start.balance, start.modes),
             rematerialized=[shape.m * (mode == "recompute") for mode in start.modes],
             activations=[max(s.each + s.once, s.halves) for s in stages],
             inputs=[s.each for s in stages],
