@@ -124,6 +124,9 @@ def test_a_pipe_recomputes_the_layers_that_a_plan_names() -> None:
     assert 0 < len(plan.stages[0].recomputed) < len(plan.stages[0].layers)
     some, whole = len(plan.stages[0].recomputed), len(plan.stages[0].layers)
     assert f"+ recompute {some} of {whole}" in str(plan)
+    backward = plan.simulation.costs.times["backward"][0]  # a layer takes 1 ms again
+    assert backward == pytest.approx(plan.stages[0].backward + 1e-3 * some)
+    assert plan.step_time == pytest.approx(plan.simulation.makespan)
     pipe = Pipe(
         nn.Sequential(*(Counts() for _ in range(8))), **plan.options(), devices=["cpu:0", "cpu:1"]
     )
