@@ -16,12 +16,11 @@ import operator
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, nullcontext, suppress
+from contextlib import nullcontext, suppress
 from functools import partial
 from itertools import chain
 from types import MethodType
 from typing import Any
-from unittest.mock import patch
 
 import torch
 from torch import Tensor, fx, nn
@@ -45,6 +44,7 @@ from syncpipe.layers.conversion.origin import CALL_HOOKS, Origin, Read
 from syncpipe.layers.conversion.signature import Signature, call_input, shape_of
 from syncpipe.layers.conversion.trace import CHECKS, Tracer, Whole, guard
 from syncpipe.progress import progress_bar
+from syncpipe.runtime.interrupts import Patches
 from syncpipe.runtime.random_numbers import is_compiled
 from syncpipe.skip.skippable import is_skippable
 from syncpipe.state import State, restoring_module
@@ -266,14 +266,10 @@ class _Conversion:
             reads = [r for r in self._reads() if r.name in self._floats() - decisive]
             if not reads:
                 break
-            with ExitStack() as stack:
-                for read in reads:
-                    value = 0.75 * read.value or 0.25
-                    stack.enter_context(patch.object(read.owner, read.key, value))
-                try:
-                    others = self._run(self.tensors)
-                except Exception:  # the model does not accept these values
-                    return set()
+            try:
+                others = self._run_with_others(reads)
+            except Exception:  # the model does not accept these values
+                return set()
             faults, _ = self._compare_runs(others)
             more = others[True].decisive | others[False].decisive
             if not faults:
@@ -281,6 +277,17 @@ class _Conversion:
             owners = {fault.path for fault in faults}
             decisive |= more | {r.name for r in reads if r.name.rpartition(".")[0] in owners}
         return set()
+
+    def _run_with_others(self, reads: Sequence[Read]) -> dict[bool, Tracer]:
+        """Runs the sample with other values of these numbers."""
+        patches = Patches()
+
+        def run() -> dict[bool, Tracer]:
+            for read in reads:
+                patches.put(read.owner, read.key, 0.75 * read.value or 0.25)
+            return self._run(self.tensors)
+
+        return patches.around(run)
 
     def _follow_dtypes(self) -> None:
         """Replace dtypes in the traces by those of tensors, if a run under autocast shows them."""
@@ -764,9 +771,14 @@ def _apply(function: Callable[..., Any], preserve: bool, *args: Any) -> Any:
 
 def values_of(module: nn.Module, call: _Arguments, gradients: bool = True) -> dict[str, Any]:
     """Outputs, buffers and gradients of one run, by their names in messages."""
-    args, kwargs = call()
-    with torch.set_grad_enabled(gradients), patch.object(CheckpointFunction, "apply", _apply):
-        output = module(*args, **kwargs)
+    (args, kwargs), patches = call(), Patches()
+
+    def run() -> Any:
+        patches.put(CheckpointFunction, "apply", _apply)
+        with torch.set_grad_enabled(gradients):
+            return module(*args, **kwargs)
+
+    output = patches.around(run)
     found = by_name("output", output)
     outputs = list(found.values())
     saved = module.state_dict().keys()

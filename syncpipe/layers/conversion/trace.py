@@ -21,10 +21,9 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, suppress
+from contextlib import suppress
 from types import MethodType, SimpleNamespace
 from typing import Any, NamedTuple
-from unittest.mock import patch
 
 import torch
 from torch import Tensor, fx, nn
@@ -35,7 +34,7 @@ from torch.utils.checkpoint import CheckpointFunction
 from syncpipe.data import batch_kind, entries, equal, flatten, tensors_in
 from syncpipe.layers.conversion.origin import MISSING, PLAIN, Read, alike, attribute
 from syncpipe.layers.conversion.signature import is_input
-from syncpipe.runtime.interrupts import forkable_lock
+from syncpipe.runtime.interrupts import Patches, forkable_lock
 
 __all__ = ["CHECKS", "DEVICE", "Function", "Tracer", "Whole", "guard"]
 
@@ -306,16 +305,20 @@ class Tracer(TorchFunctionMode):
             node = self._add("placeholder", name, key=("input", name), value=value)
             if batch_kind(value):
                 self._add_batch(value, node)
-        with _tracing_lock, ExitStack() as stack:
-            self._stack = stack
-            for replaced in list(self._patches()):
-                stack.enter_context(patch.object(*replaced))
-            stack.enter_context(torch.enable_grad())
-            stack.enter_context(self)
-            self.result = model(*args, **kwargs)
-            output = self._lift(self.result)
-            self._paused = True
-            self._restore()
+
+        def run() -> Any:
+            for replaced in list(self._replacements()):
+                self._patches.put(*replaced)
+            with torch.enable_grad(), self:
+                self.result = model(*args, **kwargs)
+                output = self._lift(self.result)
+                self._paused = True
+                self._restore()
+                return output
+
+        self._patches = Patches()
+        with _tracing_lock:
+            output = self._patches.around(run)
         node = self._add("output", "output", (output,), key=("output",))
         node.meta.update(line="", common=self._constant_outputs())
         self.nodes = [node for node in self._graph.nodes if node.op != "get_attr"]
@@ -360,8 +363,8 @@ class Tracer(TorchFunctionMode):
 
     # Functions that are patched during a trace
 
-    def _patches(self) -> Iterator[tuple[Any, str, Any]]:
-        """The patches: object, name, replacement."""
+    def _replacements(self) -> Iterator[tuple[Any, str, Any]]:
+        """What is patched: object, name, replacement."""
         for cls in {cls for module in self._paths for cls in type(module).__mro__}:
             for name, replaced in ("__call__", self._trace_call), ("__setattr__", self._trace_set):
                 if issubclass(cls, nn.Module) and name in cls.__dict__:
@@ -508,9 +511,8 @@ class Tracer(TorchFunctionMode):
         if isinstance(value, (type, Tensor, enum.Enum)) or kind.__module__.startswith("torch"):
             return
         with suppress(TypeError):  # a type that cannot be patched
-            get = patch.object(kind, "__getattribute__", self._trace_get(kind.__getattribute__))
             self._watched[id(value)] = name
-            self._stack.enter_context(get)
+            self._patches.put(kind, "__getattribute__", self._trace_get(kind.__getattribute__))
 
     def _trace_set(self, put: Callable[..., Any]) -> Callable[..., Any]:
         def written(module: nn.Module, key: str, value: Any) -> None:
