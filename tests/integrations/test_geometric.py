@@ -29,7 +29,10 @@ def join(batches: list[Any]) -> Any:
     return Batch.from_data_list([graph for batch in batches for graph in batch.to_data_list()])
 
 
-syncpipe.register_batch(Batch, lambda batch: batch.num_graphs, cut, join)
+@pytest.fixture(autouse=True)
+def registered() -> None:
+    """Before each test: examples and pages register the class as well, with functions of theirs."""
+    syncpipe.register_batch(Batch, lambda batch: batch.num_graphs, cut, join)
 
 
 def graphs(n: int) -> list[Any]:
