@@ -68,18 +68,25 @@ def filter_nanobind() -> None:
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
-    """Builds the simulated devices if a test needs them; and no test pays for old garbage.
+    """Builds the simulated devices if a test needs them.
 
     Here no test's time limit runs. Of several processes one builds and the others wait.
-
-    PyTorch's and pytest's own objects are some hundred thousand. To go through them takes half a
-    second, which every test would pay that collects garbage, itself or in the check for threads.
     """
     needed = any(item.get_closest_marker("simulated") for item in session.items)
     if needed and simulated.unavailable() is None and not simulated.loaded():
         capture = session.config.pluginmanager.getplugin("capturemanager")
         with capture.global_and_fixture_disabled():
             simulated.build()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def old_objects_are_not_looked_through() -> None:
+    """No test pays for what was imported before.
+
+    PyTorch's and pytest's own objects are some hundred thousand, and each module imports more. To
+    go through them takes up to half a second, which every test would pay that collects garbage,
+    itself or in the check for threads.
+    """
     gc.collect()
     gc.freeze()
 

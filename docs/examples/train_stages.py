@@ -23,7 +23,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from syncpipe.commands.demo import BATCH_SIZE, load_digits, resnet
 from syncpipe.distributed import stage
 
-EPOCHS = 1 if "--tiny" in sys.argv else 10
+EPOCHS, IMAGES = (1, 768) if "--tiny" in sys.argv else (10, None)
 CHUNKS = 8
 
 # With GPUs: one for each process, by its number on its machine.
@@ -35,7 +35,7 @@ else:
     torch.set_num_threads(1)
 torch.manual_seed(0)  # all ranks draw the same mini-batches, as long as all have the same seed
 digits = load_digits()
-data = TensorDataset(digits.train_images, digits.train_labels)
+data = TensorDataset(digits.train_images[:IMAGES], digits.train_labels[:IMAGES])
 batches = DataLoader(data, BATCH_SIZE, shuffle=True, drop_last=True)
 layers = resnet(torch.nn.BatchNorm2d)
 sample = digits.train_images[: BATCH_SIZE // CHUNKS]

@@ -501,7 +501,7 @@ def test_buffers_that_some_forwards_change_are_right_or_refused(size, act, acts,
     layers = nn.Sequential(Table(act, size), nn.Linear(4, 4))
     plain, refused = copy.deepcopy(layers), 0
     pipe = Pipe(layers, [1, 1], devices=["cpu:0", "cpu:1"], chunks=4, checkpoint=mode)
-    for step in range(6):
+    for step in range(min(6, acts[-1] // 4 + 4)):
         x = torch.rand(8, 4)
         for i in acts:
             if i // 4 in (step, step - 2):

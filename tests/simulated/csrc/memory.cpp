@@ -246,7 +246,7 @@ struct Pinned final : c10::Allocator {
   }
 };
 
-const bool registered = [] {
+const bool memory_registered = [] {
   c10::SetAllocator(kSim, &devices());
   return true;
 }();
