@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from syncpipe.balance import balance_by_time
-    from syncpipe.data import NoChunk, register_batch
+    from syncpipe.batch_classes import register_batch
     from syncpipe.distributed import data_parallel
     from syncpipe.layers.conversion.sequential import sequential
     from syncpipe.layers.listing import LayerSpec, TiedLayerSpec
@@ -20,7 +20,8 @@ if TYPE_CHECKING:
     from syncpipe.runtime.thread_state import inline
     from syncpipe.runtime.worker import Worker
     from syncpipe.skip import pop, skippable, stash
-    from syncpipe.training.sources import RepeatingLoader
+    from syncpipe.training.loaders import RepeatingLoader
+    from syncpipe.uncut import NoChunk
     from syncpipe.verification.check import verify
 
 __version__ = "0.1.0"
@@ -55,7 +56,7 @@ _PACKAGES = ("balance", "checkpoints", "distributed", "planner", "schedules", "s
 #: seconds.
 _HOMES = {
     "balance": ("balance_by_time",),
-    "data": ("NoChunk", "register_batch"),
+    "batch_classes": ("register_batch",),
     "layers.conversion.sequential": ("sequential",),
     "layers.listing": ("LayerSpec", "TiedLayerSpec"),
     "layers.unpack": ("PipeSequential",),
@@ -66,7 +67,8 @@ _HOMES = {
     "runtime.thread_state": ("inline",),
     "runtime.worker": ("Worker",),
     "skip": ("pop", "skippable", "stash"),
-    "training.sources": ("RepeatingLoader",),
+    "training.loaders": ("RepeatingLoader",),
+    "uncut": ("NoChunk",),
     "verification.check": ("verify",),
     "distributed": ("data_parallel",),
 }

@@ -223,6 +223,12 @@ def _indices(item: Any) -> int | tuple[int, ...]:
     return operator.index(item)
 
 
+def recomputed_micro_batches(mode: StageMode, m: int) -> int:
+    """How many of ``m`` micro-batches a stage recomputes whole, from the first on."""
+    counts: dict[Any, int] = {"always": m, "except_last": m - 1}
+    return m if isinstance(mode, Selective) else counts.get(mode, 0)
+
+
 def modes_of_stages(
     checkpoint: Any, layers: Sequence[nn.Module], balance: Sequence[int]
 ) -> tuple[StageMode, ...]:

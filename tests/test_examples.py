@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 import syncpipe
+from syncpipe.training.extensions import BACKWARD
 from tests.test_docs import ROOT, blocks_of, new_session
 
 FOLDER = ROOT / "docs" / "examples"
@@ -112,6 +113,13 @@ def check(name: str, capsys: Any, monkeypatch: Any) -> None:
 def test_an_example_trains_as_the_plain_loop_does(name, capsys, monkeypatch):
     pytest.importorskip("sklearn")
     check(name, capsys, monkeypatch)
+
+
+def test_an_extension_rounds_the_gradients_that_cross_a_boundary(capsys, monkeypatch):
+    (line,) = lines = printed("compression.py", capsys, monkeypatch)
+    assert_on_the_page("compression.py", lines)
+    assert 1e-4 < numbers([line])[0] < 1e-2
+    assert len(BACKWARD) == 4
 
 
 def test_every_example_is_on_the_page():

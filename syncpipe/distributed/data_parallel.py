@@ -38,9 +38,9 @@ from syncpipe.pipe import Pipe
 from syncpipe.runtime.engine import RUNNING, Run
 from syncpipe.schedules.schedule import Kind, Schedule
 from syncpipe.schedules.steps import replica_indices
-from syncpipe.training.cell import Accumulated
+from syncpipe.training.leaves import Accumulated
 from syncpipe.training.loss import Objective
-from syncpipe.training.train import Watch
+from syncpipe.training.task import Watch
 
 __all__ = ["broadcast_buffers", "data_parallel"]
 

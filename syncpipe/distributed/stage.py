@@ -30,7 +30,8 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from syncpipe.balance.balances import balance_named
-from syncpipe.data import by_name, clones, described, flatten, map_tensors, tensors_in, unwrapped
+from syncpipe.batches import unwrapped
+from syncpipe.data import by_name, described, flatten, map_tensors, tensors_in
 from syncpipe.distributed.peers import Peers, checked_number, given_group
 from syncpipe.distributed.private import PyTorchStage, check_pipelining, timeout_of
 from syncpipe.distributed.schedules import schedule_over
@@ -60,6 +61,7 @@ from syncpipe.skip.store import use_store
 from syncpipe.stages.run import StageRun
 from syncpipe.stages.stage import Partition, Stage
 from syncpipe.state import restoring_module
+from syncpipe.storage import clones
 from syncpipe.training.loss_check import LossCounts
 from syncpipe.training.loss_function import known_loss
 

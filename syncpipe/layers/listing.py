@@ -25,13 +25,13 @@ from typing import Any, TypeVar, cast
 import torch
 from torch import Tensor, nn
 
-from syncpipe.data import places_of
 from syncpipe.hints import caller_stacklevel
 from syncpipe.layers.placement import check_module
 from syncpipe.layers.ties import move_layers
 from syncpipe.progress import progress_bar
 from syncpipe.runtime.errors import annotate
 from syncpipe.runtime.random_numbers import Generators, run_seeded
+from syncpipe.storage import places_of
 
 __all__ = [
     "Function", "Initialization", "Layer", "LayerSpec", "Layers", "TiedLayerSpec", "as_layer",

@@ -18,9 +18,9 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.parameter import is_lazy
 
-from syncpipe.data import extent, places_of, storage_of
 from syncpipe.runtime.streams import same_memory
 from syncpipe.skip.layout import modules_outside_pipes
+from syncpipe.storage import extent, places_of, storage_of
 
 __all__ = [
     "Place", "Tie", "check_memory", "check_modes", "check_replicas", "find_ties", "move_layers",

@@ -29,9 +29,9 @@ from torch import nn
 
 from syncpipe.balance.estimate import DEVICES
 from syncpipe.balance.measure import RESERVE, measure_memory, stopwatch
-from syncpipe.data import storage_of
 from syncpipe.layers.placement import check_devices, default_devices, resolve_workers
 from syncpipe.runtime.streams import same_memory
+from syncpipe.storage import storage_of
 
 __all__ = [
     "BYTES", "RATE", "RESERVE", "Machine", "bytes_on", "kind_of", "levels", "link_bandwidth",

@@ -30,9 +30,10 @@ import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from syncpipe.data import described, storage_of
+from syncpipe.data import described
 from syncpipe.runtime.recomputation import version_of
 from syncpipe.runtime.streams import DeviceStreams
+from syncpipe.storage import storage_of
 
 SMALL = 1 << 18  #: bytes; smaller tensors stay: starting a copy takes longer than the copy
 AHEAD = 4  #: copies in flight to the host, and copies back that are started early

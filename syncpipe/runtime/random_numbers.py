@@ -35,8 +35,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.lazy import LazyModuleMixin
 
-from syncpipe.data import modules_of, tensors_in
+from syncpipe.data import tensors_in
 from syncpipe.runtime.interrupts import forkable_lock, run_and_undo
+from syncpipe.storage import modules_of
 
 _T = TypeVar("_T")
 _Key = tuple[str, int]

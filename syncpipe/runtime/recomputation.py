@@ -39,20 +39,12 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from syncpipe.data import (
-    attributes_of,
-    clones,
-    described,
-    is_slice,
-    map_tensors,
-    objects_in,
-    tensors_in,
-    with_class_of,
-)
+from syncpipe.data import attributes_of, described, map_tensors, objects_in, tensors_in
 from syncpipe.runtime.errors import annotate
 from syncpipe.runtime.graph import nodes_of
 from syncpipe.runtime.interrupts import Swap, forkable_lock, run_and_undo, with_swaps
 from syncpipe.runtime.random_numbers import NoDispatch
+from syncpipe.storage import clones, is_slice, with_class_of
 
 _CHECKPOINTING: ContextVar[bool] = ContextVar("syncpipe_checkpointing", default=False)
 _RECOMPUTING: ContextVar[bool] = ContextVar("syncpipe_recomputing", default=False)

@@ -141,7 +141,7 @@ class Drawing:
             self._note_touches(seen)
         return result, seen.draws if draws is None else draws
 
-    def backward(self, i: int, run: Callable[..., None], *args: Any) -> None:
+    def backward(self, i: int, run: Callable[..., Any], *args: Any) -> Any:
         """Runs the backward of cell ``(i, j)``, seeded if it may draw."""
         stage, draws = self.stage, self.backward_draws
         first = draws is None and not stage.backward_is_deterministic
@@ -150,19 +150,33 @@ class Drawing:
         elif draws is None:
             draws = self.backward_draws = stage.generators.all if self._touches else 0
         if not draws:
-            run(*args)
-            return
+            return run(*args)
         cell = (self.run.seed + _BACKWARD, stage.first, i)
 
-        def seeded() -> None:
-            _, seen = run_seeded(
+        def seeded() -> Any:
+            result, seen = run_seeded(
                 stage.generators, draws, cell, lambda _: run(*args), None, observe=first
             )
             if first:
                 self.backward_draws = stage.generators.all if self._touches else seen.draws
                 stage.backward_draws = self.backward_draws
+            return result
 
-        self.run.locked(seeded)  # locks of stages come before those of generators
+        return self.run.locked(seeded)  # locks of stages come before those of generators
+
+
+def seeded(task: Any, j: int, inner: Any) -> Any:
+    """Seeds the backward of the cells of a stage, if it may draw."""
+    own = task.call.runs[j].drawing
+    if not own.may_draw and own.stage.backward_is_deterministic and not task.last[j]:
+        return inner  # no layer can draw in its backward; on the last stage the loss may
+
+    def outer(i: int, cell: Any, grads: list[Any]) -> Any:
+        if own.backward_draws == 0:
+            return inner(i, cell, grads)
+        return own.backward(i, inner, i, cell, grads)
+
+    return outer
 
 
 def comparison(run: Any, inner: Any) -> Any:

@@ -17,7 +17,8 @@ borrowed tensors, unless all layers that see them are of kinds that never write.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
 from sys import getrefcount
 from typing import Any
 
@@ -25,19 +26,42 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules import module as global_hooks
 
-from syncpipe.data import (
-    clones,
-    map_tensors,
-    overlap,
-    place_of,
-    storage_of,
-    storage_users,
-    tensors_in,
-)
+from syncpipe.data import map_tensors, tensors_in
 from syncpipe.runtime.recomputation import version_of
+from syncpipe.storage import clones, overlap, place_of, storage_of, storage_users
 
 #: Ownership flags of a tensor; 0: the cell owns it. An empty list of flags: all are 0.
 SHARED, BORROWED, TARGET = 1, 2, 4
+
+
+def in_place(task: Any, j: int, inner: Any) -> Any:
+    """Passes ownership flags from the inputs of a cell to the outputs that it sends."""
+    call, run, first, last = task.call, task.call.runs[j], task.first[j], task.last[j]
+    recomputed, changes = call.rematerialized[j], run.stage.changes
+    if last and not first:
+        return inner
+
+    def outer(i: int, cell: Any, inputs: Any) -> Any:
+        if first and run.writes:
+            cell.owners = input_flags(inputs[0], task.source.peek_target(i))
+        outputs = inner(i, cell, inputs)
+        if last:
+            return outputs
+        sent: Sequence[int] = ()
+        borrowed = first or i < recomputed
+        if cell.owners or borrowed:
+            target = partial(task.source.peek_target, i) if first else None
+            sent = passthrough_flags(
+                inputs, cell.owners, outputs, all_borrowed=borrowed, target=target
+            )
+        single, renorms = type(outputs[0]) is Tensor and not outputs[1], changes.renorming
+        if not single or outputs[0].grad_fn is None or renorms:
+            outputs, sent = own_memory(inputs, outputs, sent, all_leaves=bool(renorms))
+        if sent or not single:
+            cell.sent_owners = sent_flags(outputs, sent)
+        return outputs
+
+    return outer
 
 
 def may_write(partition: nn.Sequential, *, pops: bool) -> bool:
@@ -100,7 +124,12 @@ def overlap_flags(inputs: Any) -> list[int]:
 
 
 def passthrough_flags(
-    inputs: Any, owners: Sequence[int], outputs: Any, *, all_borrowed: bool, target: Any = None
+    inputs: Any,
+    owners: Sequence[int],
+    outputs: Any,
+    *,
+    all_borrowed: bool,
+    target: Callable[[], Any] | None = None,
 ) -> list[int]:
     """The ownership flags of outputs that are borrowed inputs passed through; empty if all are 0.
 
@@ -111,7 +140,7 @@ def passthrough_flags(
     if alone and storage_of(given) != storage_of(made):  # the common case
         return []
     borrowed: dict[Any, int] = {}
-    flags = owners or input_flags(inputs, target)
+    flags = owners or input_flags(inputs, None if target is None else target())
     for tensor, flag in zip(tensors_in(inputs), flags, strict=True):
         storage = storage_of(tensor)
         own = (flag | BORROWED if all_borrowed else flag) & (BORROWED | TARGET)

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import threading
-from collections import Counter
 from collections.abc import Callable, Sequence
 from itertools import chain
 from typing import TypeVar
@@ -12,79 +9,16 @@ from typing import TypeVar
 from torch import nn
 
 from syncpipe.runtime.engine import Engine
-from syncpipe.runtime.interrupts import forkable_lock, run_and_undo
-from syncpipe.runtime.random_numbers import modules_that_draw, without_generators
+from syncpipe.runtime.random_numbers import modules_that_draw
 from syncpipe.runtime.worker import Worker
 from syncpipe.schedules.schedule import Devices
 from syncpipe.schedules.steps import Edge, replica_indices
 from syncpipe.skip.layout import inspect_layout
+from syncpipe.stages.locks import CallLocks
 from syncpipe.stages.sharing import Replica, SharedTensors
 from syncpipe.stages.stage import Partition, Stage
 
 _T = TypeVar("_T")
-
-
-class ModesLock:
-    """A lock for the modes of modules: many threads may use them, or one thread may change them."""
-
-    def __init__(self) -> None:
-        self._ended = threading.Condition(forkable_lock())
-        self._running: Counter[threading.Thread] = Counter()
-        self._changing: threading.Thread | None = None
-
-    def using(self, run: Callable[[], _T]) -> _T:
-        """Runs a function that uses the modes, while no other thread changes them."""
-        thread = threading.current_thread()
-        before = self._running[thread]
-
-        def enter() -> None:
-            with self._ended:
-                while self._changing not in (None, thread):
-                    self._ended.wait()
-                self._running[thread] = before + 1
-
-        def leave() -> None:
-            with self._ended:
-                self._running[thread] = before
-                self._ended.notify_all()
-
-        # The thread that holds this lock may wait for a generator that this thread holds.
-        return run_and_undo(lambda: (without_generators(enter), run())[1], leave)
-
-    def changing(self, run: Callable[[], _T]) -> _T:
-        """Runs a function that changes the modes and restores them."""
-        thread, before = threading.current_thread(), self._changing
-
-        def enter() -> None:
-            with self._ended:
-                while self._changing not in (None, thread) or any(
-                    number for other, number in self._running.items() if other is not thread
-                ):
-                    self._ended.wait()
-                self._running = +self._running  # drops the threads that have finished
-                self._changing = thread
-
-        def leave() -> None:
-            with self._ended:
-                if self._changing is thread and before is not thread:
-                    self._changing = None
-                    self._ended.notify_all()
-
-        return run_and_undo(lambda: (without_generators(enter), run())[1], leave)
-
-
-class CallLocks:
-    """The locks of a pipe. Calls of an older pipeline may still hold them when a new one begins.
-
-    Attributes:
-        training: a failed call must restore its own gradients only.
-        modes: used by each forward of ``pipe(x)``, changed by each evaluation.
-        process: the id of the process that made them; in a fork of it they may stay locked.
-    """
-
-    def __init__(self) -> None:
-        self.training, self.modes = threading.RLock(), ModesLock()
-        self.process = os.getpid()
 
 
 class Pipeline:
@@ -98,13 +32,14 @@ class Pipeline:
 
     Attributes:
         n: the number of stages.
-        replica_indices: for each stage the indices of its replicas, the owner's first.
+        indices: for each stage its indices in ``stages``, one for each worker, the owner's first.
+        turns: for each stage the number of workers that take its micro-batches in turn.
         stages: the stages, then all other replicas, stage by stage.
         worker_of: for each of ``stages`` the index of its worker.
         placement: for each stage the index of its worker, or those of its replicas' workers.
         has_joined: whether outputs of several micro-batches were ever gathered.
         streaming: whether ``train_stream`` runs, so that stages have weights of different updates.
-        results_replica: the index of the replica on whose device the caller gets the outputs.
+        results_index: the index of the stage on whose device the caller gets the outputs.
     """
 
     def __init__(
@@ -119,8 +54,9 @@ class Pipeline:
         self.workers = list(dict.fromkeys(chain.from_iterable(workers)))
         indices = [tuple(map(self.workers.index, own)) for own in workers]
         self.placement: Devices = tuple([w if len(w) > 1 else w[0] for w in indices])
-        self.replica_indices = replica_indices(self.placement)
-        self.results_replica = self.replica_indices[-1][-1]
+        self.indices = replica_indices(self.placement)
+        self.turns = list(map(len, self.indices))
+        self.results_index = self.indices[-1][-1]
         self.worker_of = tuple(
             [w[0] for w in indices] + list(chain.from_iterable(w[1:] for w in indices))
         )
@@ -137,7 +73,7 @@ class Pipeline:
             own = [partition, *[replica.partition for replica in self.replicas[j]]]
             for k, (layers, worker) in enumerate(zip(own, workers[j], strict=True)):
                 stage = Stage(j, layers, names[first:last], first, worker.device, *skips)
-                stage.index = self.replica_indices[j][k]
+                stage.index = self.indices[j][k]
                 stage.commits &= len(own) == 1
                 (more if k else self.stages).append(stage)
             first = last

@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
-from syncpipe.data import map_tensors, storage_of, tensors_in
+from syncpipe.data import map_tensors, tensors_in
 from syncpipe.options import Selective, StageMode
 from syncpipe.runtime.random_numbers import (
     holds_generators,
@@ -28,7 +28,8 @@ from syncpipe.runtime.random_numbers import (
 )
 from syncpipe.runtime.recomputation import ModuleState, Recomputation
 from syncpipe.skip.store import current_store
-from syncpipe.stages.inplace import GuardedInputs, input_flags, overlap_flags, own_memory
+from syncpipe.stages.inplace import GuardedInputs, overlap_flags, own_memory
+from syncpipe.storage import storage_of
 
 
 class Record:
@@ -51,7 +52,7 @@ class StageRecomputation:
         self._compared = 0  # the last micro-batch whose stored tensors are compared
 
     def forward(
-        self, i: int, inputs: Any, detached: Any, owners: Sequence[int], target: Any = None,
+        self, i: int, inputs: Any, detached: Any, owners: Sequence[int],
         begun: Callable[[Recomputation], None] | None = None,
     ) -> tuple[Any, Recomputation | None]:  # fmt: skip
         """As ``StageRun.forward``, but drops the graph; returns the recomputation, too.
@@ -61,13 +62,13 @@ class StageRecomputation:
         if self.modules is None:
             self.modules = self._module_state()
         result: tuple[Any, Recomputation | None] = self.run.locked(
-            self._without_storing, self.modules, i, inputs, detached, owners, target, begun
+            self._without_storing, self.modules, i, inputs, detached, owners, begun
         )
         return result
 
     def _without_storing(
         self, modules: ModuleState, i: int, inputs: Any, detached: Any, owners: Sequence[int],
-        target: Any, begun: Callable[[Recomputation], None] | None,
+        begun: Callable[[Recomputation], None] | None,
     ) -> tuple[Any, Recomputation | None]:  # fmt: skip
         run, stage, where = self.run, self.stage, self.stage.describe(i)
         record, may_keep = Record(self.policy), begun is None
@@ -79,8 +80,6 @@ class StageRecomputation:
             run_cell = partial(run.run, i, inputs, record, recomputing)
             return self._selectively(i, record, recomputing, run_cell)
 
-        if run.first and run.writes:
-            owners = input_flags(inputs[0], target)
         writes = run.writes or any(owners)
         if begun is not None:
             cell.keep(partial(compute, recomputing=True), detached)

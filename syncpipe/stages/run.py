@@ -2,13 +2,9 @@
 
     (input, skips in)  -->  layer, layer, layer  -->  (output, skips out)
 
-Everything else plugs in at four places. Each is decided once per call, so that a plain stage pays
-nothing:
-
-    layers      in place of the loop over the layers         ``drawing``: random numbers; units
-    WRAPPERS    around forward and recomputation             ``wrappers``: skips, hooks, tensors
-    guard       around a forward with borrowed inputs        ``inplace``
-    recompute   in place of a forward                        ``recompute``
+Everything else is a wrapper of the layers (``wrappers.WRAPPERS``), decided once per call, so that a
+plain stage pays nothing. Recomputation and borrowed inputs have paths of their own (``recompute``,
+``inplace``).
 """
 
 from __future__ import annotations
@@ -27,7 +23,7 @@ from syncpipe.runtime.interrupts import Swap
 from syncpipe.runtime.recomputation import OUTERMOST, Recomputation
 from syncpipe.runtime.recorder import as_range
 from syncpipe.stages import drawing, recompute, wrappers
-from syncpipe.stages.inplace import GuardedInputs, input_flags, may_write
+from syncpipe.stages.inplace import GuardedInputs, may_write
 from syncpipe.stages.stage import Stage
 
 #: The activation, and the skips.
@@ -53,7 +49,7 @@ class StageRun:
 
     Attributes:
         forwards_done: the number of cells that ran forward, in a list that all units share.
-        statistics: collects the statistics of deferred BatchNorm, for all replicas of the stage.
+        statistics: collects the statistics of deferred BatchNorm, for all runs of the stage.
         parent: the run of the stage of which this is a unit; or itself.
         substitute_of: for a tensor of its modules (by ``id``) the tensor that its cells use, which
             ``swaps`` put into the modules during a run, or ``shallow`` copies of them hold.
@@ -78,7 +74,6 @@ class StageRun:
         self.substitute_of: dict[int, Any] = {}
         self.swaps: Sequence[Swap] = ()
         self.shallow: Any = None  # a ShallowCopy
-        self.first = stage.j == 0 and stage.parent is None
         self.units = [
             (StageRun(unit, m, seed, "never", grad=grad, parent=self), recomputed)
             for unit, recomputed in (stage.units(mode.spans) if isinstance(mode, ByLayer) else ())
@@ -95,27 +90,17 @@ class StageRun:
     def writes(self) -> bool:
         return may_write(self.stage.partition, pops=bool(self.stage.pops))
 
-    def forward(
-        self, i: int, inputs: Inputs, owners: Sequence[int] = (), target: Any = None
-    ) -> Inputs:
+    def forward(self, i: int, inputs: Inputs, owners: Sequence[int] = ()) -> Inputs:
         """Computes cell ``(i, j)``: the output of the last layer, and the skips for other stages.
 
         Args:
             i: the micro-batch.
             inputs: the input of the first layer, and the skips that this stage pops.
             owners: for each tensor of the inputs its ownership flags (``inplace``); empty: all 0.
-            target: the target that came with the caller's inputs.
         """
-        plain = not (owners or self.stage.changes.needs_lock or profiler._is_profiler_enabled)
-        if plain and not (self.first and self.writes):
-            outputs = self.cell(i, inputs, None, False)  # the usual case
-            self.forwards_done[0] += self._counts
-            return outputs
-        return self.locked(self._guarded, i, inputs, owners, target)
+        return self.locked(self._guarded, i, inputs, owners)
 
-    def _guarded(self, i: int, inputs: Inputs, owners: Sequence[int], target: Any) -> Inputs:
-        if self.first and self.writes:
-            owners = input_flags(inputs[0], target)
+    def _guarded(self, i: int, inputs: Inputs, owners: Sequence[int]) -> Inputs:
         if not any(owners):
             outputs = self.run(i, inputs, None, False)
             self.count()
@@ -143,10 +128,6 @@ class StageRun:
     @cached_property
     def cell(self) -> Runner:
         run: Runner = self.layers
-        if self.units:
-            run = self._in_units
-        elif self.drawing.may_draw:
-            run = self.drawing.layers
         for wrap in wrappers.WRAPPERS:
             run = wrap(self, run)
         return run
@@ -161,9 +142,6 @@ class StageRun:
             self.explain(error, i, k, layer, value)
             raise
         return value, ()
-
-    def _in_units(self, i: int, inputs: Inputs, record: Any, recomputing: bool) -> Inputs:
-        return recompute.in_units(self, i, inputs[0]), ()
 
     def explain(self, error: BaseException, i: int, k: int, layer: Any, value: Any) -> None:
         """Adds the layer that raised an exception, and possible causes, as notes."""

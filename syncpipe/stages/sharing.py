@@ -38,16 +38,17 @@ from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.modules.dropout import _DropoutNd
 from torch.nn.parameter import is_lazy
 
-from syncpipe.data import place_of, places_of, with_class_of
 from syncpipe.layers.batchnorm import ORIGINAL, DeferredBatchNorm
-from syncpipe.layers.ties import Tie, check_modes, find_ties, move_layers
+from syncpipe.layers.ties import Tie, check_modes, check_replicas, find_ties, move_layers
 from syncpipe.runtime.interrupts import Swap, forkable_lock
 from syncpipe.runtime.recomputation import version_of
 from syncpipe.runtime.streams import DeviceStreams, same_memory
 from syncpipe.runtime.worker import Worker
 from syncpipe.schedules.steps import Edge
+from syncpipe.stages.part import Part
 from syncpipe.stages.run import StageRun
 from syncpipe.stages.stage import Partition, Stage
+from syncpipe.storage import modules_of, place_of, places_of, with_class_of
 
 _OWN_FORWARD = ("forward", "_compiled_call_impl")
 _OF_PIPES = ("_layout", "_modules", "_pipeline")  # attributes that a copied Pipe makes for itself
@@ -255,57 +256,101 @@ class SharedTensors:
         return self._shallow
 
 
-class CallTies:
+def share(call: Any) -> None:
+    """Makes the cells of a call compute with substitutes, where stages share tensors, a stage has
+    replicas, or tensors have hooks or a graph."""
+    pipeline = call.pipeline
+    substitute_of: list[dict[int, Tensor]] = [{} for _ in pipeline.stages]
+    if call.graph and call.state.grad:
+        _substitute_hooked(call, substitute_of)
+    if ties := pipeline.shared.find():
+        check_replicas(ties, list(map(len, pipeline.indices)))
+        call.parts.append(CallTies(call, ties, substitute_of))
+    if len(pipeline.stages) > pipeline.n:
+        call.parts.append(CallReplicas(call, substitute_of))
+    shallow: dict[Any, Any] = {}
+    if any(substitute_of):
+        watched = [j for j, own in enumerate(substitute_of) if own and _is_watched(call, j)]
+        shallow = pipeline.shared.copies_of_modules(ties, call.runs, watched)
+    for run, own in zip(call.runs, substitute_of, strict=True):
+        if own or run.stage in shallow:
+            use_substitutes(run, own, shallow)
+
+
+def _substitute_hooked(call: Any, substitute_of: list[dict[int, Tensor]]) -> None:
+    """Substitutes leaves of the same memory for tensors with hooks or a graph, which serve the
+    caller's graph once per call."""
+    for stage in call.pipeline.stages[: call.pipeline.n]:
+        for module in modules_of(stage.partition):
+            for tensor in chain(module._parameters.values(), module._buffers.values()):
+                if tensor is None or not tensor.requires_grad or is_lazy(tensor):
+                    continue
+                if tensor._backward_hooks or not tensor.is_leaf:
+                    leaf = substitute(tensor, tensor, True)  # counts the same versions
+                    leaf = substitute_of[stage.index].setdefault(id(tensor), leaf)
+                    call.original_of[id(leaf)] = tensor
+
+
+def _is_watched(call: Any, j: int) -> bool:
+    """Whether other threads may look at the modules of a stage while its cells run.
+
+    Concurrent callers may, so modules are copied if they can be. Otherwise only the loss function
+    counts, which runs on the last stage's worker.
+    """
+    worker_of, n = call.pipeline.worker_of, call.pipeline.n
+    if not any(map(has_own_forward, call.runs[j].partition.modules())):
+        return True
+    return bool(worker_of[j] != worker_of[n - 1]) and not (call.graph or call.inline)
+
+
+class CallTies(Part):
     """The tied tensors of one call; made on the caller's thread after its streams were awaited.
-    Fills ``substitute_of`` and ``original_of`` of the call.
+    Fills ``substitute_of``, and the leaves and edges of the call.
 
     Attributes:
-        edges: the edges of gradients, from a stage back to the one before it with the same weight.
-        leaves: for each stage its substitute leaves that need gradients.
-        receivers: for each stage, and each of ``edges`` that leaves it, the leaves that get the
-            gradients.
-        senders: for each stage the ``edges`` that end there, with the leaves that send gradients.
+        receivers: for each stage, and each of ``call.returns`` that leaves it (from a stage back to
+            the one before it with the same weight), the leaves that get the gradients.
+        senders: for each stage, and each of them that ends there, the leaves that send gradients.
     """
 
-    def __init__(self, call: Any, ties: Sequence[Tie], *, in_order: bool) -> None:
-        streams_of, grad, substitute_of = call.streams_of, call.state.grad, call.substitute_of
+    def __init__(
+        self, call: Any, ties: Sequence[Tie], substitute_of: list[dict[int, Tensor]]
+    ) -> None:
+        streams_of, grad = call.streams_of, call.state.grad
         # A lone worker runs forward in the plain model's order, also for writes into tied tensors.
         alone = all(each is streams_of[0] for each in streams_of)
-        self._in_order = alone and (in_order or not grad)
+        self._in_order = alone and (call.graph or not grad)
         if not self._in_order:
             check_modes(ties)
         self._ties = ties
         self._versions = [version_of(tie.tensor) for tie in ties]
         self._leaves = _Leaves()
-        self.leaves: list[list[Tensor]] = [[] for _ in streams_of]
         hops: dict[tuple[int, int], list[Tensor]] = {}
         for tie in ties:
             trained = grad and tie.tensor.requires_grad
             for j in tie.stages[1:]:
+                call.owned_elsewhere[j].add(id(tie.tensor))
                 owner, streams = streams_of[tie.stages[0]], streams_of[j]
                 if trained or not same_memory(owner.device, streams.device):
                     leaf = substitute_of[j][id(tie.tensor)] = self._leaves.leaf(
                         tie.tensor, owner, streams
                     )
                     call.original_of[id(leaf)] = tie.tensor
-                    self.leaves[j] += [leaf] if trained else []
+                    call.extra_leaves[j] += [leaf] if trained else []
             for source, target in pairwise(tie.stages if trained else ()):
                 hops.setdefault((target, source), []).append(tie.tensor)
         number = len(call.pipeline.edges)
-        self.edges = tuple(
+        call.returns = tuple(
             [Edge(number + k, source, j, None) for k, (j, source) in enumerate(hops)]
         )
         self.receivers: list[list[list[Tensor]]] = [[] for _ in streams_of]
-        self.senders: list[list[tuple[Edge, list[Tensor]]]] = [[] for _ in streams_of]
-        for edge in self.edges:
+        self.senders: list[list[list[Tensor]]] = [[] for _ in streams_of]
+        for edge in call.returns:
             tensors = hops[edge.target, edge.source]
             source_leaves, target_leaves = substitute_of[edge.source], substitute_of[edge.target]
             self.receivers[edge.source].append([source_leaves.get(id(t), t) for t in tensors])
-            self.senders[edge.target].append((edge, [target_leaves[id(t)] for t in tensors]))
-
-    def foreign(self, j: int) -> set[int]:
-        """The identities of tensors in stage ``j`` that other stages own."""
-        return {id(tie.tensor) for tie in self._ties if j in tie.stages[1:]}
+            self.senders[edge.target].append([target_leaves[id(t)] for t in tensors])
+            call.incoming[edge.target] = [*call.incoming[edge.target], edge]
 
     def finish(self) -> None:
         """Checks after the last cell; ``RuntimeError`` if a forward wrote into a tied tensor."""
@@ -363,28 +408,28 @@ class Replica:
         return self._leaves[id(tensor)][1]
 
 
-class CallReplicas:
+class CallReplicas(Part):
     """The replicas of one call, as :class:`CallTies`.
 
     Attributes:
         trained: by index the tensors that need gradients, in the same order on all replicas.
     """
 
-    def __init__(self, call: Any) -> None:
+    def __init__(self, call: Any, substitute_of: list[dict[int, Tensor]]) -> None:
         pipeline, runs, streams_of = call.pipeline, call.runs, call.streams_of
-        self._owners = [runs[j] for j, *others in pipeline.replica_indices if others]
+        self._owners = [runs[j] for j, *others in pipeline.indices if others]
         self.trained: dict[int, list[Tensor]] = {}
         self._before: list[tuple[Stage, nn.Module, str, Tensor, int]] = []
         self._places: list[tuple[Stage, int]] = []  # stages, their number of parameters and buffers
         #: Owners and replicas, their modes, and whether the replicas trust earlier calls.
         self._draws: list[tuple[StageRun, StageRun, Any, bool]] = []
-        for (j, *others), replicas in zip(pipeline.replica_indices, pipeline.replicas, strict=True):
+        for (j, *others), replicas in zip(pipeline.indices, pipeline.replicas, strict=True):
             if not others:
                 continue
             _check_replicated(runs[j].stage)
             tensors = list({id(t): t for *_, t in places_of(runs[j].partition)}.values())
             trained = [t for t in tensors if call.state.grad and t.requires_grad]
-            self.trained[j] = [call.substitute_of[j].get(id(t), t) for t in trained]
+            self.trained[j] = [substitute_of[j].get(id(t), t) for t in trained]
             for k, (index, replica) in enumerate(zip(others, replicas, strict=True), 1):
                 replica.follow(tensors, streams_of[j], streams_of[index])
                 own = self.trained[index] = list(map(replica.substitute_of, trained))

@@ -10,7 +10,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from syncpipe.data import modules_of
 from syncpipe.layers.batchnorm import DeferredBatchNorm
 from syncpipe.layers.unpack import chained
 from syncpipe.runtime.random_numbers import Generators, has_hooks
@@ -18,6 +17,7 @@ from syncpipe.runtime.recomputation import Changes
 from syncpipe.skip.layout import layer_skips
 from syncpipe.skip.skippable import is_skippable
 from syncpipe.skip.store import SkipKey
+from syncpipe.storage import modules_of
 
 #: The cell that runs on this thread: its partition, and the function that runs the layers.
 CELL: ContextVar[tuple[nn.Module, Callable[[Any], Any]] | None] = ContextVar(
@@ -87,6 +87,8 @@ class Stage:
         self.j = self.index = j
         self.partition, self.names, self.first = partition, list(names), first
         self.device, self.parent = device, parent
+        last = first + len(self.names) - 1
+        self.layer_range = f"layer {first}" if first == last else f"layers {first} to {last}"
         self.pops, self.stashes = list(pops), list(stashes)
         modules = list(partition.modules())
         self.changes = Changes(partition)
@@ -105,11 +107,6 @@ class Stage:
         if parent is not None:
             self.index = parent.index
             self.changes.lock = parent.changes.lock  # modules may be in several units
-
-    @property
-    def layer_range(self) -> str:
-        first, last = self.first, self.first + len(self.names) - 1
-        return f"layer {first}" if first == last else f"layers {first} to {last}"
 
     @property
     def hooked(self) -> bool:

@@ -24,15 +24,8 @@ from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 from torch.nn.parameter import is_lazy
 
-from syncpipe.data import (
-    described,
-    gather,
-    map_tensors,
-    modules_of,
-    scatter_sized,
-    storage_users,
-    tensors_in,
-)
+from syncpipe.batches import gather, scatter_sized
+from syncpipe.data import described, map_tensors, tensors_in
 from syncpipe.runtime.graph import captured_grads, go_back
 from syncpipe.runtime.interrupts import Swap, run_and_undo
 from syncpipe.runtime.recomputation import copy_of, is_small, version_of
@@ -40,11 +33,16 @@ from syncpipe.runtime.streams import moved
 from syncpipe.schedules.named import build
 from syncpipe.schedules.schedule import Devices
 from syncpipe.schedules.steps import Edge, Steps, forward_steps, training_steps
-from syncpipe.stages.call import Call, needs_graph, plain
+from syncpipe.stages.call import Call
 from syncpipe.stages.pipeline import Pipeline
-from syncpipe.training.cell import ANCHOR, Cell, GraphCut, Leaves
+from syncpipe.stages.plain_graph import needs_graph, plain
+from syncpipe.stages.sharing import CallReplicas
+from syncpipe.storage import modules_of, storage_users
+from syncpipe.training.cell import ANCHOR, Cell
+from syncpipe.training.leaves import Leaves
+from syncpipe.training.results import common_leaves_of, join_outputs
 from syncpipe.training.sources import Source
-from syncpipe.training.train import TrainingTask, common_leaves_of, join_outputs
+from syncpipe.training.task import TrainingTask
 
 _TWICE = (
     "Trying to backward through a mini-batch of a pipe a second time: the first backward frees "
@@ -104,17 +102,17 @@ class Captured(Leaves):
     each with its leaves in the stages: ``(index of the stage, leaf)``.
     """
 
-    inspects, _retain_graph = True, False
+    _retain_graph = False
 
     def __init__(self, call: Call, micro_batches: list[Any]) -> None:
         stages = call.pipeline.stages
         inside = [
-            chain(_tensors_of(s.partition), call.substitute_of[s.index].values()) for s in stages
+            chain(_tensors_of(s.partition), run.substitute_of.values())
+            for s, run in zip(stages, call.runs, strict=True)
         ]
         super().__init__(call, inside)
-        if call.ties is not None:  # a stage computes with copies of tensors that others own
-            for j in range(call.pipeline.n):
-                self._known[j] -= call.ties.foreign(j)
+        for known, elsewhere in zip(self._known, call.owned_elsewhere, strict=True):
+            known -= elsewhere  # the stage computes with other leaves
         self._micro_batches = micro_batches
         self._other_leaves: list[dict[int, Tensor]] = [{} for _ in stages]  # of no module
         self._captured: list[list[Tensor]] = [[] for _ in stages]
@@ -133,13 +131,22 @@ class Captured(Leaves):
         self._sums: list[dict[int, Tensor]] = []
         self._own_sums: list[set[int]] = []  # id(leaf), if its sum shares memory with no tensor
 
-    def inspect(self, j: int, outputs: Any, cut: GraphCut) -> None:
-        """Notes the leaves in the graph of a cell of stage ``j``, also those of no module."""
-        nodes = []
-        for end in tensors_in(outputs):
-            if end.requires_grad:
-                nodes.append(end.grad_fn or get_gradient_edge(end).node)  # of a leaf
-        for leaf in self.unknown_leaves(j, nodes, cut):
+    def around_forward(self, j: int, inner: Any) -> Any:
+        def outer(i: int, cell: Cell, inputs: Any) -> Any:
+            outputs = inner(i, cell, inputs)
+            nodes = []
+            for end in tensors_in(outputs):
+                if end.requires_grad:
+                    nodes.append(end.grad_fn or get_gradient_edge(end).node)  # of a leaf
+            if new := self.unknown_leaves(j, nodes, cell.cut):
+                self._adopt(j, new)
+            return outputs
+
+        return outer
+
+    def _adopt(self, j: int, new: list[Tensor]) -> None:
+        """Notes leaves that stage ``j`` uses, and that are of no module."""
+        for leaf in new:
             if leaf._backward_hooks:
                 stage = self._call.pipeline.stages[j]
                 what, way = "is no parameter of its layers", "Make it one"
@@ -154,15 +161,15 @@ class Captured(Leaves):
 
     def _find_receivers(self) -> None:
         """Lists the tensors that get gradients; hooks of tensors that no cell used do not run."""
-        call, n = self._call, self._call.pipeline.n
+        call, n, replicas = self._call, self._call.pipeline.n, self._call.part(CallReplicas)
         receivers: dict[int, tuple[Tensor, list[tuple[int, Tensor]]]] = {}
         for j, stage in enumerate(call.pipeline.stages):
-            ties, substitute_of, own = call.ties, call.substitute_of[j], dict(self._other_leaves[j])
+            substitute_of, own = call.runs[j].substitute_of, dict(self._other_leaves[j])
             if j >= n:
-                assert call.replicas is not None
-                self._captured[j] = [*own.values(), *call.replicas.trained[j]]
+                assert replicas is not None
+                self._captured[j] = [*own.values(), *replicas.trained[j]]
             else:
-                foreign = set() if ties is None else ties.foreign(j)
+                foreign = call.owned_elsewhere[j]
                 own |= {id(t): t for t in _tensors_of(stage.partition) if id(t) not in foreign}
                 for module in modules_of(stage.partition):
                     self._swaps += [(module._parameters, *p) for p in module._parameters.items()]
@@ -174,8 +181,7 @@ class Captured(Leaves):
                     receivers.setdefault(id(tensor), (tensor, []))[1].append((j, leaf))
                     if j < n:
                         self._captured[j].append(leaf)
-            if ties is not None and j < n:
-                self._captured[j] += ties.leaves[j]
+            self._captured[j] += call.extra_leaves[j]
         if not any(self.nested_backward):  # else graphs do not show all leaves
             leaves = [
                 *chain(*self._other_leaves),
@@ -225,9 +231,9 @@ class Captured(Leaves):
         head.grads = [list(islice(following, sum(flags))) for flags in head.flags]
         head.grads_ready = call.ready([grad for grad in grads if grad is not None])
         del grads
-        pipeline, returns = call.pipeline, () if call.ties is None else call.ties.edges
+        pipeline, recomputed = call.pipeline, call.rematerialized[: call.pipeline.n]
         steps = _backward_steps(
-            pipeline.edges, call.m, pipeline.placement, call.rematerialized[: pipeline.n], returns
+            pipeline.edges, call.m, pipeline.placement, recomputed, call.returns
         )
         pipeline.with_modes(partial(call.run_backward, steps, task))
         entered = [grad for _, grads in sorted(task.input_grads.items()) for grad in grads]

@@ -22,11 +22,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from syncpipe.data import distinct, map_tensors, own_storage
+from syncpipe.data import distinct, map_tensors
 from syncpipe.hints import warn_of_counts
 from syncpipe.runtime.errors import annotate
 from syncpipe.runtime.streams import moved
 from syncpipe.stages.call import Call
+from syncpipe.storage import own_storage
 from syncpipe.training.cell import FOREIGN, Cell, cut_graph, detached, ends_of
 from syncpipe.training.loss_function import Loss, Returned, Weight, parse
 from syncpipe.training.sources import Source
@@ -247,11 +248,11 @@ def _with_zero_gradient(loss: Tensor, weight: Weight, output: Any) -> Tensor:
 
 
 class LossHead:
-    """Takes the outputs of the last stage, on its worker or on the workers of its replicas.
+    """Takes the outputs of the last stage, on the worker or workers that run it.
 
-    Replicas change the shared state under a lock, and no result depends on their order. The loss
+    They change the shared state under a lock, and no result depends on their order. The loss
     function runs outside the lock. Without an ``objective`` there are outputs only. A ``check``
-    keeps arguments of the loss function on the first replica.
+    keeps arguments of the loss function on the first of them.
     """
 
     graph_outputs = staticmethod(distinct)  #: the tensors of an output that may get gradients
@@ -263,10 +264,10 @@ class LossHead:
         self._call, self._objective, self._leaves, self.check = call, objective, leaves, check
         self._lock = threading.Lock()
         self._weights_at_start = None if objective is None else objective.known_weights
-        self._weights_of: dict[int, Any] = {}  # the same on the device of each replica
+        self._weights_of: dict[int, Any] = {}  # the same on the device of each worker
         draws = None if objective is None else objective.draws
         #: For each worker the generators that the loss function draws from; None: unknown.
-        self.draws: dict[int, int | None] = dict.fromkeys(call.pipeline.replica_indices[-1], draws)
+        self.draws: dict[int, int | None] = dict.fromkeys(call.pipeline.indices[-1], draws)
         #: For each worker a parameter that shows whether the loss function called backward().
         self._probes: dict[int, Tensor | None] = {
             j: next((p for p in leaves.parameters[j] if p.requires_grad), None)
@@ -305,7 +306,7 @@ class LossHead:
     def _loss(self, j: int, i: int, given: tuple[Any, Any]) -> tuple[Tensor, float]:
         objective = self._objective
         try:
-            if self.check is not None and j == self._call.pipeline.replica_indices[-1][0]:
+            if self.check is not None and j == self._call.pipeline.n - 1:
                 self._call.release_to_caller(j, self.check.keep(i, *given))
             # A backward by loss_fn may reach no cut, so .grad of a parameter reveals it. (Its
             # version would not: that of a flat buffer counts other writes, too.)

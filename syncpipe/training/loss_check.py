@@ -20,7 +20,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from syncpipe.data import flatten, gather, map_tensors, tensors_in, unflatten
+from syncpipe.batches import gather
+from syncpipe.data import flatten, map_tensors, tensors_in, unflatten
 from syncpipe.hints import caller_stacklevel
 from syncpipe.runtime.random_numbers import with_cpu_generator
 from syncpipe.state import SIMPLE, restoring_module

@@ -33,7 +33,8 @@ from torch.autograd.graph import get_gradient_edge
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
-from syncpipe.data import described, is_slice, scatter_pair, storage_of, tensors_in
+from syncpipe.batches import scatter_pair
+from syncpipe.data import described, tensors_in
 from syncpipe.layers.ties import overlapping
 from syncpipe.options import StageMode
 from syncpipe.runtime.engine import Run
@@ -46,15 +47,19 @@ from syncpipe.runtime.streams import moved
 from syncpipe.schedules.schedule import Kind
 from syncpipe.schedules.stream import Extent, StreamSteps, Versions, version_used, versions_kept
 from syncpipe.stages.call import Call
+from syncpipe.stages.checks import check_can_train
 from syncpipe.stages.pipeline import Pipeline
 from syncpipe.stages.run import StageRun
-from syncpipe.stages.sharing import substitute, swaps_of
+from syncpipe.stages.sharing import CallReplicas, substitute, swaps_of
 from syncpipe.stages.stage import Stage
-from syncpipe.training.cell import Accumulated
+from syncpipe.storage import is_slice, storage_of
+from syncpipe.training.cell import Message
+from syncpipe.training.leaves import Accumulated
 from syncpipe.training.loss import LossHead, Objective
 from syncpipe.training.loss_function import Loss, known_loss
+from syncpipe.training.shared import message_to
 from syncpipe.training.sources import FromIterator, Source
-from syncpipe.training.train import Message, TrainingTask, check_can_train
+from syncpipe.training.task import TrainingTask
 
 _UNBOUNDED = 1 << 62  #: more micro-batches than there will ever be
 _END: Any = object()  #: sentinel in place of a micro-batch: the end of the stream
@@ -89,7 +94,7 @@ def stream(
 ) -> Streamed:  # fmt: skip
     check_can_train(pipeline, "train_stream")
     loss = known_loss(loss_fn, loss_reduction, weight)
-    n, replicas = pipeline.n, list(map(len, pipeline.replica_indices))
+    n, replicas = pipeline.n, pipeline.turns
     if versions != "2bw":
         chunks = 1  # a mini-batch is one micro-batch
     elif chunks < n:
@@ -124,8 +129,8 @@ def stream(
             if n > 1:  # the update of one stage would clear casts that cells of others use
                 torch.set_autocast_cache_enabled(False)
             call = Call(pipeline, _UNBOUNDED, checkpoint=checkpoint, **running)
-            if call.replicas is not None:
-                call.replicas.allow_updates(pipeline.replicas)
+            if (copies := call.part(CallReplicas)) is not None:
+                copies.allow_updates(pipeline.replicas)
             weights.extend(map(weights_of, pipeline.stages[n:]))
             copied.extend(chain.from_iterable(own.parameters for own in weights[n:]))
             for stage, own in zip(pipeline.stages, weights, strict=True):
@@ -133,7 +138,7 @@ def stream(
             leaves = _StreamLeaves(call, weights)
             head = LossHead(call, source, leaves, keep_outputs=False)
             program: Any = StreamSteps(
-                pipeline.edges, pipeline.replica_indices, pipeline.worker_of, call.rematerialized,
+                pipeline.edges, pipeline.indices, pipeline.worker_of, call.rematerialized,
                 source.extent, chunks,
             )  # fmt: skip
             try:
@@ -160,8 +165,8 @@ def stream(
             raise ValueError("data_iter gave no mini-batch, so there is nothing to train")
         found = [source.results[batch] for batch in sorted(source.results)]
         losses = [*source.blocks, *[loss for loss, _ in found]]
-        device = pipeline.workers[pipeline.worker_of[pipeline.results_replica]].device
-        rows = [[weights[number] for number in numbers] for numbers in pipeline.replica_indices]
+        device = pipeline.workers[pipeline.worker_of[pipeline.results_index]].device
+        rows = [[weights[number] for number in numbers] for numbers in pipeline.indices]
         with torch.no_grad():
             return Streamed(
                 torch.cat([moved(loss.reshape(-1), device) for loss in losses]),
@@ -177,7 +182,7 @@ def stream(
 
 def _check(pipeline: Pipeline, checkpoint: Sequence[StageMode], versions: Versions) -> None:
     """Raises ValueError for pipes and options that train_stream does not support."""
-    n, replicas = pipeline.n, list(map(len, pipeline.replica_indices))
+    n, replicas = pipeline.n, pipeline.turns
     if len(pipeline.stages) > n and versions != "stashing":
         raise ValueError(
             f"versions={versions!r} of a pipe with replicas={replicas}: stages with more replicas "
@@ -607,19 +612,23 @@ class _StreamTask(TrainingTask):
         super().__init__(call, source, head, leaves)
         self._stream, self._weights = source, weights
 
+    def action(self, kind: Kind, j: int) -> Run:
+        others: dict[str, Any] = {"reduce": self._reduce, "update": self._update}
+        return partial(others[kind], j) if kind in others else super().action(kind, j)
+
     def bind(self, kind: Kind, j: int) -> Run:
         run, weights = super().bind(kind, j), self._weights[j]
         if kind in ("reduce", "update"):
             return run
 
         def forward(i: int, messages: list[Message]) -> Sequence[Message]:
-            if self._first[j]:
+            if self.first[j]:
                 with self._stream.lock:
                     there = with_cpu_generator(partial(self._has_micro_batch, i))
             else:
                 there = messages[0].value is not _END
             if not there:
-                return [Message(_END)] * len(self._pipeline.outgoing[j])
+                return [Message(_END)] * len(self.call.outgoing[j])
             weights.enter(i)
             return run(i, messages)
 
@@ -636,10 +645,10 @@ class _StreamTask(TrainingTask):
     def _reduce(self, j: int, i: int, messages: list[Message]) -> list[Message]:
         """Sends the gradients of a replica to the owner; None if it had no mini-batch."""
         grads = self._weights[j].pop_grads() if i < self._stream.extent.backwards else None
-        return [self._message_to(j, self._pipeline.stages[j].j, grads)]
+        return [message_to(self.call, j, self.call.pipeline.stages[j].j, grads)]
 
     def _update(self, j: int, i: int, messages: list[Message]) -> list[Message]:
-        owner, *others = self._pipeline.replica_indices[self._pipeline.stages[j].j]
+        owner, *others = self.call.pipeline.indices[self.call.pipeline.stages[j].j]
         chunks, weights = self._stream.chunks, self._weights[j]
         following = i + len(others) + 1 if others else (i // chunks + 1) * chunks
         given = [message.value for message in messages]
@@ -659,6 +668,7 @@ class _StreamTask(TrainingTask):
                 run.recomputation.modules.note_versions()
         if self.call.state.nested:  # its casts are of the old weights
             torch.clear_autocast_cache()
-        self._leaves.expect_first_grads(j)
+        self.leaves.expect_first_grads(j)
         newest = [parameter.detach() for parameter in weights.parameters]
-        return [self._message_to(j, other, newest) for other in others] if j == owner else []
+        followers = others if j == owner else []
+        return [message_to(self.call, j, other, newest) for other in followers]

@@ -98,7 +98,7 @@ class WeightGradients:
             bias = () if product.bias is None else _path(node, product.bias)
             if settings is None or not weight or bias is None:
                 continue
-            once = all(uses[each] == 1 for each in (*weight, *bias))
+            once = set(map(uses.get, (*weight, *bias))) == {1}
             if once and all(self._is_ordinary(path[-1]) for path in (weight, bias) if path):
                 found.append((node, product, settings, weight, bias))
         return found
@@ -146,6 +146,34 @@ class WeightGradients:
             product.accumulate(settings, gy, x, weight, bias)
 
         self.pending.append(accumulate)
+
+
+def split(task: Any, j: int, inner: Any) -> Any:
+    """Defers weight gradients of the cells whose backward runs in two halves."""
+    call, own = task.call, {i for i, stage in task.splits if stage == j}
+    if not own:
+        return inner
+    streams, deferred = call.streams_of[j], task.deferred[j]
+    # The gradients of these leaves are sent after the input half.
+    ordinary = {id(leaf): False for leaf in call.extra_leaves[j]}
+
+    def outer(i: int, cell: Any, grads: list[Any]) -> Any:
+        if i in own:
+            deferred[i] = WeightGradients(streams, ordinary)
+            cell.run_backward = deferred[i].go_back
+        return inner(i, cell, grads)
+
+    return outer
+
+
+def accumulate(task: Any, j: int, i: int, messages: list[Any]) -> Sequence[Any]:
+    """The action that runs the weight half."""
+    gradients = task.deferred[j].pop(i, None)
+    if gradients is not None:
+        gradients.accumulate()
+        if task.leaves.awaiting_grad[j]:
+            task.leaves.own_first_grads(j)
+    return []
 
 
 class _Matrix:

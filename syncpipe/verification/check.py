@@ -16,20 +16,10 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
+from syncpipe.batch_classes import batch_kind, cut_batch
+from syncpipe.batches import gather, scatter_pair
 from syncpipe.compare import Comparison, compare
-from syncpipe.data import (
-    NoChunk,
-    batch_kind,
-    by_name,
-    clones,
-    cut_batch,
-    described,
-    flatten,
-    gather,
-    map_tensors,
-    scatter_pair,
-    unflatten,
-)
+from syncpipe.data import by_name, described, flatten, map_tensors, unflatten
 from syncpipe.layers.conversion.origin import Origin
 from syncpipe.layers.conversion.sequential import Converted, values_of
 from syncpipe.layers.conversion.signature import batch_input, call_arguments, common_outputs
@@ -43,10 +33,12 @@ from syncpipe.runtime.thread_state import INLINE
 from syncpipe.schedules.named import SCHEDULES, ScheduleLike, build, schedule_label
 from syncpipe.schedules.schedule import Schedule
 from syncpipe.state import State, restoring_module
+from syncpipe.storage import clones
 from syncpipe.training.loss import Objective
 from syncpipe.training.loss_check import LossCheck, LossCounts
 from syncpipe.training.loss_function import Loss, known_loss
 from syncpipe.training.sources import Source, input_and_target
+from syncpipe.uncut import NoChunk
 from syncpipe.verification.plain import (
     Observation,
     PlainRun,

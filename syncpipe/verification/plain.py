@@ -18,17 +18,10 @@ import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
 
+from syncpipe.batch_classes import batch_kind
+from syncpipe.batches import gather
 from syncpipe.compare import Comparison, compare
-from syncpipe.data import (
-    batch_kind,
-    by_name,
-    clones,
-    flatten,
-    gather,
-    map_tensors,
-    tensors_in,
-    unflatten,
-)
+from syncpipe.data import by_name, flatten, map_tensors, tensors_in, unflatten
 from syncpipe.layers.batchnorm import DeferredBatchNorm, MiniBatchStatistics, collect
 from syncpipe.layers.unpack import spread
 from syncpipe.runtime.errors import annotate
@@ -39,6 +32,7 @@ from syncpipe.skip.store import Store, use_store
 from syncpipe.stages.pipeline import Pipeline
 from syncpipe.stages.stage import CELL, Stage
 from syncpipe.state import State
+from syncpipe.storage import clones
 
 __all__ = ["Layer", "Observation", "PlainRun", "layers_of", "observe", "placed", "without_draws"]
 

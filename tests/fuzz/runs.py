@@ -20,9 +20,9 @@ import torch
 from torch import Tensor, nn
 
 from syncpipe import Pipe, inline
-from syncpipe.data import clones
 from syncpipe.schedules import build
 from syncpipe.schedules.schedule import Action, Schedule
+from syncpipe.storage import clones
 from tests.fuzz.cases import WEIGHTS, Call, Case
 from tests.fuzz.models import leaves
 from tests.support.compare import assert_same

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from syncpipe import Pipe
-from syncpipe.data import clones, overlap
+from syncpipe.storage import clones, overlap
 from tests.support.models import CHECKPOINT_MODES, Receive, Send, assert_equals_plain
 from tests.support.running import Do, assert_same
 from tests.support.training import FOUR, weigh

@@ -34,12 +34,13 @@ import torch
 from torch import Tensor, fx, nn
 from torch.fx.graph import _custom_builtins
 
-from syncpipe.data import map_tensors, storage_of, tensors_in
+from syncpipe.data import map_tensors, tensors_in
 from syncpipe.layers.conversion.origin import Origin
 from syncpipe.layers.conversion.signature import Signature
 from syncpipe.layers.conversion.trace import DEVICE, Function, Tracer
 from syncpipe.skip import Namespace, store
 from syncpipe.skip.skippable import Declaration
+from syncpipe.storage import storage_of
 
 __all__ = ["ConvertedLayer", "Holder", "ModelNames", "layers_of"]
 

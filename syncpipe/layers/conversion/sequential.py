@@ -28,17 +28,9 @@ from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.parameter import is_lazy
 from torch.utils.checkpoint import CheckpointFunction
 
+from syncpipe.batch_classes import batch_kind, repeated_batch
 from syncpipe.compare import Comparison, compare
-from syncpipe.data import (
-    batch_kind,
-    by_name,
-    described,
-    flatten,
-    leaf_names,
-    places_of,
-    repeated_batch,
-    tensors_in,
-)
+from syncpipe.data import by_name, described, flatten, leaf_names, tensors_in
 from syncpipe.layers.conversion.layer import ModelNames, layers_of
 from syncpipe.layers.conversion.origin import CALL_HOOKS, Origin, Read
 from syncpipe.layers.conversion.signature import Signature, call_input, shape_of
@@ -48,6 +40,7 @@ from syncpipe.runtime.interrupts import Patches
 from syncpipe.runtime.random_numbers import is_compiled
 from syncpipe.skip.skippable import is_skippable
 from syncpipe.state import State, restoring_module
+from syncpipe.storage import places_of
 
 __all__ = ["HOOKS", "Converted", "hooks_of", "sequential", "values_of"]
 

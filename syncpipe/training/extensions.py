@@ -1,0 +1,46 @@
+"""What may be in the actions of a task beside the plain path, innermost first.
+
+A function that has nothing to do on a stage in this call returns ``inner``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+from torch.autograd import profiler
+
+from syncpipe.runtime.engine import Run
+from syncpipe.runtime.recorder import as_range
+from syncpipe.stages.drawing import seeded
+from syncpipe.stages.inplace import in_place
+from syncpipe.training.recomputed import recompute, recomputed
+from syncpipe.training.shared import reduce, tied
+from syncpipe.training.weight_gradients import accumulate, split
+
+
+def inspected(task: Any, j: int, inner: Any) -> Any:
+    """Lets the leaves inspect the graph of each cell after its forward, if they do."""
+    return inner if task.leaves is None else task.leaves.around_forward(j, inner)
+
+
+def profiled(task: Any, j: int, inner: Any) -> Any:
+    """Marks a backward as a range of an active profiler."""
+    if not profiler._is_profiler_enabled:
+        return inner
+    name = f"syncpipe backward stage {j} micro-batch"
+    return lambda i, cell, grads: as_range(f"{name} {i}", inner, i, cell, grads)
+
+
+#: Around the layers of a cell. ``in_place`` needs the outputs of the cell that ``recomputed`` runs;
+#: ``inspected`` looks for leaves in graphs, which copies for other stages do not have.
+FORWARD: list[Callable[[Any, int, Any], Any]] = [recomputed, inspected, in_place]
+#: Around the backward of a cell. ``seeded`` holds locks: all else runs under them.
+BACKWARD: list[Callable[[Any, int, Any], Any]] = [tied, split, profiled, seeded]
+#: Further kinds of action.
+ACTIONS: dict[str, Callable[[Any, int], Run]] = {
+    "recompute": lambda task, j: partial(recompute, task, j),
+    "backward_weight": lambda task, j: partial(accumulate, task, j),
+    "reduce": lambda task, j: partial(reduce, task, j),
+}
