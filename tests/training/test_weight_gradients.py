@@ -15,6 +15,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.nn.utils import parametrizations, weight_norm
 from torch.utils.checkpoint import checkpoint
 
+from syncpipe import Pipe
 from syncpipe.training.weight_gradients import WeightGradients
 from tests.support.running import Using, on_gradient
 
@@ -315,3 +316,17 @@ def test_modifications_are_noticed_before_either_half():
     weights.go_back([first + layer(x)], [torch.ones(3, 5)])
     with pytest.raises(RuntimeError, match=r"gradient of the output .*\[3, 5\].*modified in place"):
         weights.accumulate()
+
+
+def test_train_batch_leaves_products_to_the_weight_halves(monkeypatch):
+    counts, accumulate = [], WeightGradients.accumulate
+
+    def counting(self):
+        counts.append(len(self.pending))
+        accumulate(self)
+
+    monkeypatch.setattr(WeightGradients, "accumulate", counting)
+    layers = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    pipe = Pipe(layers, [1, 1], devices=["cpu", "cpu"], chunks=4, checkpoint="never")
+    pipe.train_batch(torch.randn(8, 4), loss_fn=torch.mean, schedule="zb_h1")
+    assert counts == [1] * 8
