@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks.converted import DOCUMENTED
+from benchmarks.converted import MODELS
 from syncpipe import Pipe
 from tests.auto.models import BATCH, FEW, assert_trains, made
 
@@ -19,8 +19,8 @@ NAMES = ["torchvision DenseNet-121", "torchvision MobileNetV3", "timm ViT-Ti/16"
 @pytest.mark.parametrize("name", NAMES)
 def test_it_fits_and_trains(name, capsys):
     """On two workers, neither of which holds the parameters with Adam; without dropout."""
-    pytest.importorskip(DOCUMENTED[name].package)
-    model, args, kwargs = made(lambda: DOCUMENTED[name].make(FEW))
+    pytest.importorskip(MODELS[name].package)
+    model, args, kwargs = made(lambda: MODELS[name].make(FEW))
     plain = copy.deepcopy(model.eval())
     size = 4 * sum(parameter.nbytes for parameter in model.parameters())
     call: dict[str, Any] = {

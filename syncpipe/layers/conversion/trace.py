@@ -970,5 +970,5 @@ def _padded(x: Tensor, shape: tuple[int, ...]) -> Tensor:
 _FORWARD: Any = nn.TransformerEncoder.forward
 _DECIDING: tuple[tuple[Any, str], ...] = (
     (transformer, "_detect_is_causal_mask"), (sys.modules[__name__], "_nested"),
-    (sys.modules[__name__], "_padded"),
+    (sys.modules[__name__], "_padded"), (torch, "_check_tensor_all"),
 )  # fmt: skip
