@@ -14,7 +14,9 @@ other one surpasses in seconds, in bytes kept and in the peak (a knapsack).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from bisect import bisect_right
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from syncpipe.planner.candidates import Candidate, Problem, ScheduleShape
@@ -47,11 +49,14 @@ class Refinement:
         self.problem = problem
         self._ways: dict[tuple[int, int, int], list[Way]] = {}
 
-    def ways(self, m: int, i: int, j: int) -> list[Way]:
-        """Ways to run layers ``[i, j)`` with ``m`` micro-batches, the fastest first."""
+    def modes(self, m: int, i: int, j: int) -> Iterator[Mode]:
+        """Modes of layers ``[i, j)`` with ``m`` micro-batches, the fastest first."""
+        yield "store"
         if (m, i, j) not in self._ways:
-            self._ways[m, i, j] = _ways(self.problem.chain(m), i, j)
-        return self._ways[m, i, j]
+            found = ways(self.problem.chain(m), i, j)
+            self._ways[m, i, j] = [way for way in found if way.spans]
+        for way in self._ways[m, i, j]:
+            yield "recompute" if way.spans == ((i, j),) else way.spans
 
     def evaluate(
         self, shape: ScheduleShape, balance: Sequence[int], at_most: float
@@ -64,8 +69,7 @@ class Refinement:
         if problem.bound(shape, balance, problem.costs(shape, balance), stored) > at_most:
             return None
         for s, (i, j) in enumerate(ends):
-            for way in self.ways(shape.m, i, j):
-                mode: Mode = "recompute" if way.spans == ((i, j),) else way.spans or "store"
+            for mode in self.modes(shape.m, i, j):
                 needs = problem.needs(shape, s, ends, mode).peak(shape.in_flight[s])
                 if needs <= problem.machine.memory[s]:
                     modes.append(mode)
@@ -88,32 +92,37 @@ class Refinement:
         return candidate
 
 
-def _ways(chain: Chain, i: int, j: int) -> list[Way]:
-    sums, step = chain.sums["forward"], -(-(j - i) // _ENDS)
-    ends = [*range(i, j, step), j]
-    ways: dict[int, list[Way]] = {i: [Way(0.0, 0.0, 0.0, (), False)]}
-    for at in range(i, j):
-        runs = [(at + 1, False), *((to, True) for to in ends if at in ends and to > at)]
+def ways(chain: Chain, i: int, j: int) -> list[Way]:
+    sums, ends = chain.sums["forward"], [*range(i, j, -(-(j - i) // _ENDS)), j]
+    ways: dict[int, list[Way]] = {end: [] for end in ends} | {i: [Way(0.0, 0.0, 0.0, (), False)]}
+    for k, at in enumerate(ends[:-1], 1):
         for way in _best(ways.pop(at)):
-            for to, recomputed in runs:
+            for to, recomputed in ((ends[k], False), *((end, True) for end in ends[k:])):
                 kept, peak = chain.held(at, to, way.stored, recomputed)
-                found = Way(
-                    way.again + (sums[to] - sums[at]) * recomputed,
-                    way.kept + kept,
-                    max(way.peak, way.kept + peak),
-                    (*way.spans, (at, to)) if recomputed else way.spans,
-                    not recomputed,
+                ways[to].append(
+                    Way(
+                        way.again + (sums[to] - sums[at]) * recomputed,
+                        way.kept + kept,
+                        max(way.peak, way.kept + peak),
+                        (*way.spans, (at, to)) if recomputed else way.spans,
+                        not recomputed,
+                    )
                 )
-                ways.setdefault(to, []).append(found)
     return _best(ways[j])
 
 
 def _best(ways: list[Way]) -> list[Way]:
     """Those that no other one surpasses in all, the fastest first; of many some."""
     best: list[Way] = []
+    stairs: list[tuple[float, float]] = []  # bytes kept, ascending, and the least peak up to there
     for way in sorted(ways):
-        if not any(x.kept <= way.kept and x.peak <= way.peak for x in best):
+        at = bisect_right(stairs, (way.kept, math.inf))
+        if not at or stairs[at - 1][1] > way.peak:
             best.append(way)
+            end = at
+            while end < len(stairs) and stairs[end][1] >= way.peak:
+                end += 1
+            stairs[at:end] = [(way.kept, way.peak)]
     if len(best) <= _WAYS:
         return best
     return [best[k * (len(best) - 1) // (_WAYS - 1)] for k in range(_WAYS)]

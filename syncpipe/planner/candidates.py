@@ -148,6 +148,8 @@ class Problem:
         self.bar: Any = NO_BAR
         #: Bytes of the optimizer's step per byte of a parameter, besides the optimizer's state.
         self.update = float(param_scale >= ADAM) if update is None else update
+        #: By the samples of a micro-batch: the layers, and the layers in this mini-batch.
+        self._sizes: dict[int, Chain] = {}
         self._chains: dict[int, Chain] = {}
         #: Candidates under 1F1B by number of micro-batches, slots and balance.
         self._cache: dict[tuple[object, ...], Candidate] = {}
@@ -160,18 +162,20 @@ class Problem:
         """The layers for one of ``chunks`` micro-batches; ``last``: for the last, smaller one."""
         samples = sizes_of(self.batch_size, chunks)[last]
         if samples not in self._chains:
-            self._chains[samples] = Chain.of(
-                self.profile, samples, self.param_scale, self.batch_size, self.update
-            )
+            if samples not in self._sizes:
+                args = self.profile, samples, self.param_scale, 0, self.update
+                self._sizes[samples] = Chain.of(*args)
+            chain, batch = self._sizes[samples], self.batch_size
+            self._chains[samples] = chain.in_batch(self.profile, samples, batch)
         return self._chains[samples]
 
     def on(self, machine: Machine, batch_size: int = 0) -> Problem:
         """The same problem on other devices, or with another mini-batch."""
         batch = batch_size or self.batch_size
         other = Problem(self.profile, machine, batch, self.param_scale, self.update)
+        other.bar, other._sizes = self.bar, self._sizes
         if batch == self.batch_size:
             other._chains = self._chains
-        other.bar = self.bar
         return other
 
     @lru_cache(maxsize=8)  # noqa: B019

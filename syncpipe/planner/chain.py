@@ -27,7 +27,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate, pairwise
 from typing import Any, Literal, NamedTuple
@@ -173,7 +173,7 @@ class Chain:
             halves = tuple(s + out for s, out in zip(stored, outputs, strict=True))
         # Layers with tied weights hold nothing between the halves.
         tied = {k for home, others, *_ in profile.ties for k in (home, *others)}
-        return cls(
+        chain = cls(
             forward=numbers("forward"),
             backward=backward,
             inputs=(interpolate(given, samples), *outputs),
@@ -185,16 +185,22 @@ class Chain:
             ),
             interpreter=tuple(layer.interpreter for layer in layers),
             peaks=numbers("peak_bytes") if all(layer.peak_bytes for layer in layers) else (),
-            batch=interpolate(given, batch_size),
             ties=profile.ties,
             trained=trained,
             update=tuple([update * size for size in trained]),
             halves=tuple(size * (k not in tied) for k, size in enumerate(halves)),
-            chunks=math.ceil(batch_size / samples),
             skips=tuple(
                 (skip.stash, skip.pop, interpolate(skip.bytes, samples)) for skip in profile.skips
             ),
         )
+        return chain.in_batch(profile, samples, batch_size)
+
+    def in_batch(self, profile: Profile, samples: float, batch_size: int) -> Chain:
+        """The same layers in a mini-batch of ``batch_size`` samples, of which a micro-batch has
+        ``samples``.
+        """
+        batch = interpolate(profile.input_bytes, batch_size)
+        return replace(self, batch=batch, chunks=math.ceil(batch_size / samples))
 
     def __len__(self) -> int:
         return len(self.forward)

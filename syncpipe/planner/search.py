@@ -54,8 +54,10 @@ _LONG, _SHORT, _CELLS = 300_000, 30_000, 4096
 #: The candidates to improve, the simulated actions for all and for each, and how many times slower
 #: than the best a candidate may be.
 _IMPROVED, _WORK, _EACH, _PROMISING = 32, 600_000, 100_000, 1.3
-#: Candidates that are refined by layer, and the moves of the best one that are tried.
+#: Candidates that are refined by layer, and the most moves of each that are tried.
 _STARTS, _REFINED = 4, 300
+#: The parts of memory for which cuts are made that recompute by layer.
+_PARTLY = (1.0, 0.9, 1.1)
 #: Slots added on each stage to those of a good candidate.
 _NEAR = (0, 1, 2, -1)
 #: Divisors of the textbook's slots.
@@ -90,8 +92,10 @@ class NoPlan(ValueError):
 class CutFinder:
     """Finds the cuts with the least bounds under 1F1B, for one number of micro-batches."""
 
-    def __init__(self, problem: Problem, m: int, boundaries: int) -> None:
+    def __init__(self, problem: Problem, m: int, boundaries: int, by_layer: bool = False) -> None:
         self.problem, self.count, self.boundaries = problem, m, boundaries
+        #: Whether a stage may recompute as large a part of its forward as it has to.
+        self.by_layer = by_layer
         self.chain, self.machine = problem.chain(m), problem.machine
         #: Micro-batches, of which a smaller last one counts as a fraction.
         self.m = problem.batch_size / sizes_of(problem.batch_size, m)[0]
@@ -185,6 +189,21 @@ class CutFinder:
             found: Tensor = held.peak(q) - limit * _ROUNDED
             return found
 
+        def seconds(q: Tensor, b: Tensor, waits: bool = False) -> Tensor:
+            # With recomputation as a whole, which begins while the gradient is on its way.
+            r, rest = b + f * waits, (after - f * waits).clamp(min=0)
+            idle = (rest - (q - 1) * f).clamp(min=0) + (rest - (q - 1) * r).clamp(min=0)
+            few = torch.maximum(f + (m - 1) * r, m * f) + after + b
+            work = m * (f + r)
+            own = torch.where(q < self.count, work + idle, torch.maximum(work, few))
+            return torch.maximum(own, (math.floor(m) / q).ceil() * (f + after + b))
+
+        if self.by_layer and asked:
+            q = torch.tensor(float(asked[0]))
+            more, least = (over(q, mode) for mode in self.problem.modes[:2])
+            share = (more / (more - least).clamp(min=1e-30)).clamp(0, 1)
+            best = seconds(q, b + f * share).masked_fill((more > 0) & (least > 0), math.inf)
+            return best + before
         for mode in self.problem.modes if limit < math.inf else self.problem.modes[:1]:
             q = torch.tensor(float(asked[0])) if asked else torch.full_like(f, self.count)
             more = over(q, mode)
@@ -196,13 +215,7 @@ class CutFinder:
                 more = over(q, mode)
             if not asked:
                 q, more = torch.where(more > 0, 1.0, q), torch.where(more > 0, least, more)
-            r = b + f if mode == "recompute" else b
-            rest = (after - f * (mode == "recompute")).clamp(min=0)
-            waits = (rest - (q - 1) * f).clamp(min=0) + (rest - (q - 1) * r).clamp(min=0)
-            few = torch.maximum(f + (m - 1) * r, m * f) + after + b
-            work = m * (f + r)
-            own = torch.where(q < self.count, work + waits, torch.maximum(work, few))
-            own = torch.maximum(own, (math.floor(m) / q).ceil() * (f + after + b))
+            own = seconds(q, b, mode == "recompute")
             if mode == "offload":
                 own = torch.maximum(own, self.problem.link_time(m, run.stored))
             best = torch.where(more > 0, best, torch.minimum(best, own))
@@ -294,11 +307,16 @@ def _with_less_memory(
     them a plan could be slower with more memory.
     """
     for part in _LESS if min(problem.machine.memory) < math.inf else ():
-        memory = tuple([part * size for size in problem.machine.memory])
-        finder = CutFinder(problem.on(replace(problem.machine, memory=memory)), m, boundaries)
+        finder = CutFinder(_with_part(problem, part), m, boundaries)
         if finder.cut(n)[0] >= fastest:
             return
         yield from _candidates(problem, finder, n, _slot_choices(n, m), 0.0, fastest)
+
+
+def _with_part(problem: Problem, part: float) -> Problem:
+    """The problem with this part of the memory."""
+    memory = tuple([part * size for size in problem.machine.memory])
+    return problem.on(replace(problem.machine, memory=memory))
 
 
 def _stage_counts(problem: Problem, stages: int | None) -> list[int]:
@@ -451,35 +469,51 @@ def refined(
     problem: Problem, found: Sequence[Candidate], chunks: Chunks = None,
     refinement: Refinement | None = None,
 ) -> Candidate:  # fmt: skip
-    """The best of these candidates under 1F1B, or a faster one whose stages recompute by layer."""
-    best, left = found[0], _REFINED
-    refinement = refinement or Refinement(problem)
+    """The best of these candidates under 1F1B, or a faster one whose stages recompute by layer.
 
-    def better(m: int, slots: Slots, balance: Balance) -> bool:
-        nonlocal best
-        shape = one_f_one_b_shape(m, slots)
-        other = refinement.evaluate(shape, balance, best.time)
-        other = other and refinement.as_whole(other)
-        if other is None or other.rank >= best.rank:
-            return False
-        best = other
-        return True
-
+    Starts are the cuts of the candidates, and those with the least bounds if a stage may recompute
+    as large a part as it has to, with a little less or more memory, too: the bound knows no single
+    layers. The best of them are improved by single moves.
+    """
     if min(problem.machine.memory) == math.inf:
-        return best
-    counts = chunk_counts(problem.batch_size, chunks)
+        return found[0]
+    best, refinement = found[0], refinement or Refinement(problem)
+    starts, counts = [best], chunk_counts(problem.batch_size, chunks)
+
+    small = len(problem.profile.layers) <= _BOUNDARIES
+    others = [_with_part(problem, part) for part in (_PARTLY if small else (1.0,))]
+
+    def tried(m: int, slots: Slots, balance: Balance, at_most: float) -> Candidate | None:
+        other = refinement.evaluate(one_f_one_b_shape(m, slots), balance, at_most)
+        return refinement.as_whole(other) if other else None
+
     for start in found[:_STARTS]:
-        near = counts.index(start.shape.m)
+        near, n = counts.index(start.shape.m), start.shape.n
         for m in counts[max(0, near - 1) : near + 2]:
+            finders = [CutFinder(other, m, _BOUNDARIES, by_layer=True) for other in others]
             own = (start.shape.in_flight,) if m == start.shape.m else ()
-            for slots in (*own, *_slot_choices(start.shape.n, m)[1:]):
-                better(m, slots, start.balance)
-    changed = True
-    while changed and left:
-        changed = False
-        for balance, some in [*_neighbours(problem, best)][:left]:
-            left -= 1
-            changed = better(best.shape.m, some or best.shape.in_flight, balance) or changed
+            for slots in dict.fromkeys((*own, *_slot_choices(n, m)[1:])):
+                at_most, cuts = best.time * _HARDLY, [start.balance]
+                for finder in finders if finders[0].lowest(n) < at_most else ():
+                    value, balance = finder.cut(n, slots)
+                    cuts += [balance] * (value < at_most)
+                made = (tried(m, slots, balance, at_most) for balance in dict.fromkeys(cuts))
+                starts += filter(None, made)
+                best = min(starts, key=_rank)
+    cuts_of = dict[Any, Candidate]()
+    for start in sorted(starts, key=_rank):
+        cuts_of.setdefault((start.shape.m, start.balance), start)
+    for start in [*cuts_of.values()][:_STARTS]:
+        changed, left = True, min(_REFINED, _EACH // (start.shape.m * start.shape.n))
+        while changed and left and start.time < best.time * _HARDLY:
+            changed = False
+            for balance, some in [*_neighbours(problem, start)][:left]:
+                left -= 1
+                args = start.shape.m, some or start.shape.in_flight, balance, start.time
+                other = tried(*args)
+                if other is not None and other.rank < start.rank:
+                    start, changed = other, True
+        best = min(best, start, key=_rank)
     return best
 
 

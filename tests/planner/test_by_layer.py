@@ -145,3 +145,14 @@ def test_stages_that_all_recompute_by_layer_are_one_list_of_a_pipe() -> None:
     pipe.train_batch(torch.randn(8, 8), loss_fn=torch.mean)
     names = {str(k) for k, layer in enumerate(pipe) if layer.again["recomputed"]}
     assert names == {name for stage in plan.stages for name in stage.recomputed}
+
+
+def test_more_memory_does_not_hide_the_cut_that_recomputes_by_layer() -> None:
+    profile = random_profile(35, "memory 7")
+    step = {
+        limit: syncpipe.plan(
+            profile, devices=Machine.even(3, limit, 12e9), batch_size=128, chunks=8
+        ).step_time
+        for limit in (955e6, 1012e6)  # with the larger limit a slower cut stores all layers
+    }
+    assert step[1012e6] <= step[955e6] * 1.005
