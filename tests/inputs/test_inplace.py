@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from syncpipe import Pipe
+from syncpipe import Pipe, inline
 from syncpipe.storage import clones, overlap
 from tests.support.models import CHECKPOINT_MODES, Receive, Send, assert_equals_plain
 from tests.support.running import Do, assert_same
@@ -301,3 +301,13 @@ def test_what_nothing_keeps_is_sent_as_it_is(context):
         pipe_of(*[each for pair in zip(layers, used, strict=True) for each in pair],
                 devices=[*FOUR, "cpu:4", "cpu:5"], chunks=1)(torch.randn(4, 2))  # fmt: skip
     assert sent[::2] == sent[1::2]
+
+
+def test_a_plain_graph_leaves_the_input_as_it_was():
+    pipe = Pipe(
+        nn.Sequential(nn.ReLU(inplace=True), nn.Linear(4, 4)), [2], devices=["cpu"], chunks=2
+    )
+    x = -torch.ones(4, 4)
+    with inline(graph=True):
+        pipe(x)
+    assert torch.equal(x, -torch.ones(4, 4))
