@@ -38,14 +38,14 @@ from syncpipe.pipe import Pipe
 from syncpipe.runtime.engine import RUNNING, Run
 from syncpipe.schedules.schedule import Kind, Schedule
 from syncpipe.schedules.steps import replica_indices
+from syncpipe.stages.part import Part
 from syncpipe.training.leaves import Accumulated
 from syncpipe.training.loss import Objective
-from syncpipe.training.task import Watch
 
 __all__ = ["broadcast_buffers", "data_parallel"]
 
 _P = TypeVar("_P", bound=Pipe)
-_BACKWARD = ("backward", "backward_input", "backward_weight")
+_BACKWARD: tuple[Kind, ...] = ("backward", "backward_input", "backward_weight")
 
 
 def data_parallel(
@@ -203,6 +203,28 @@ class Averaging:
             self._busy.release()
 
 
+class _AfterBackward(Part):
+    """Calls ``then(j)`` on each stage after its last action, ``left[j]`` of these ``kinds[j]``."""
+
+    def __init__(
+        self, kinds: list[tuple[Kind, ...]], left: list[int], then: Callable[[int], None]
+    ) -> None:
+        self._kinds, self._left, self._then = kinds, left, then
+
+    def around(self, kind: Kind, j: int, run: Run) -> Run:
+        if j >= len(self._left) or kind not in self._kinds[j]:
+            return run
+
+        def counting(i: int, given: list[Any]) -> Sequence[Any]:
+            made = run(i, given)
+            self._left[j] -= 1
+            if not self._left[j]:
+                self._then(j)
+            return made
+
+        return counting
+
+
 class _Call:
     """One call in all processes. ``training.train.train`` calls ``begin`` and ``finish``."""
 
@@ -213,8 +235,8 @@ class _Call:
         #: By stage: leaves, their gradients in one tensor, and the all-reduce of it.
         self._sums: dict[int, list[tuple[list[Tensor], Tensor, Any]]] = {}
 
-    def begin(self, plan: Schedule, leaves: Accumulated, objective: Objective) -> Watch:
-        """Returns the wrapper of runs that starts the sums of a stage after its last backward."""
+    def begin(self, plan: Schedule, leaves: Accumulated, objective: Objective) -> Part:
+        """Returns the part of a call that starts the sums of a stage after its last backward."""
         owner = self._owner
         owner.peers.sent = True
         self._leaves, self._objective = leaves, objective
@@ -231,7 +253,7 @@ class _Call:
         agreed = owner.syncs and self._sizes == owner.agreed
         divisor = objective.divisor
         if not agreed or plan.n != len(owner.groups) or divisor is None:
-            return lambda kind, j, run: run  # finish() starts the sums
+            return Part()  # finish() starts the sums
         own = float(divisor)
         replicated = [len(numbers) > 1 for numbers in replica_indices(plan.device_of)]
         left = [plan.m] * plan.n  # backward actions, where each half counts
@@ -239,22 +261,12 @@ class _Call:
             left[j] += 1
         left = [1 if replicated[j] else count for j, count in enumerate(left)]
 
-        def watch(kind: Kind, j: int, run: Run) -> Run:
-            last = ("reduce",) if j < plan.n and replicated[j] else _BACKWARD
-            if j >= plan.n or kind not in last:
-                return run
+        def start(j: int) -> None:
+            # The factor of an earlier .grad needs the weight of all, known in finish().
+            if all(leaves.grad_before(x) is None for x in self._stages[j]):
+                self._start_sums(j, own)
 
-            def counting(i: int, given: list[Any]) -> Sequence[Any]:
-                made = run(i, given)
-                left[j] -= 1
-                # The factor of an earlier .grad needs the weight of all, known in finish().
-                if not left[j] and all(leaves.grad_before(x) is None for x in self._stages[j]):
-                    self._start_sums(j, own)
-                return made
-
-            return counting
-
-        return watch
+        return _AfterBackward([("reduce",) if r else _BACKWARD for r in replicated], left, start)
 
     def weighed(self, objective: Objective) -> None:
         self._objective = objective

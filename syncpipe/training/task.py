@@ -44,8 +44,6 @@ Forward = Callable[[int, Cell, Inputs], Inputs]
 #: Runs a cell backward: micro-batch, cell, for each outgoing edge its gradients; empties the list.
 #: Returns for each incoming edge its gradients.
 Backward = Callable[[int, Cell, list[Any]], list[Any]]
-#: Wraps the function that runs one kind of action on a stage.
-Watch = Callable[[Kind, int, Run], Run]
 
 
 #: :class:`Message` from the tuple of its fields, without a Python call.
@@ -66,11 +64,10 @@ class TrainingTask:
     """
 
     def __init__(
-        self, call: Call, source: Any, head: Any, leaves: Any = None, *, splits: Any = (),
-        watch: Watch | None = None,
-    ) -> None:  # fmt: skip
+        self, call: Call, source: Any, head: Any, leaves: Any = None, *, splits: Any = ()
+    ) -> None:
         stages, self.call, self.source, self.head = call.pipeline.stages, call, source, head
-        self.leaves, self.splits, self._watch = leaves, splits, watch
+        self.leaves, self.splits = leaves, splits
         self.first = [stage.j == 0 for stage in stages]
         self.last = [stage.j == call.pipeline.n - 1 for stage in stages]
         self._ready: dict[int, Any] = {}  # by micro-batch of an iterator: events
@@ -103,8 +100,6 @@ class TrainingTask:
         run = self.action(kind, j)
         if kind not in ("forward", "recompute"):
             run = without_autocast(self.call.state, run)
-        if self._watch is not None:
-            run = self._watch(kind, j, run)
         return self.call.bind_streams(run, kind, j)
 
     def action(self, kind: Kind, j: int) -> Run:

@@ -37,7 +37,7 @@ def train(
 ) -> Any:  # fmt: skip
     """Forward and backward of a mini-batch; see ``Pipe.train_batch``.
 
-    With several processes ``averaging.begin`` returns the ``watch`` of the task.
+    With several processes ``averaging.begin`` returns a part of the call.
     ``averaging.finish`` averages the gradients of leaves over processes, and returns the factor
     for the gradients that go on into the caller's graph.
     """
@@ -61,10 +61,9 @@ def train(
             leaves = Accumulated(call)
             check = counts.check(objective, source.targets, verify)
             head = LossHead(call, objective, leaves, keep_outputs=return_outputs, check=check)
-            watch = None
             if averaging is not None:
-                watch = averaging.begin(built, leaves, objective)
-            task = TrainingTask(call, source, head, leaves, splits=built.splits, watch=watch)
+                call.parts.append(averaging.begin(built, leaves, objective))
+            task = TrainingTask(call, source, head, leaves, splits=built.splits)
             recomputed = call.rematerialized[: pipeline.n]
             steps = training_steps(pipeline.edges, built, recomputed, returns=call.returns)
             # Post-accumulate hooks (an optimizer step, for example) run once a call, at its end.
