@@ -133,17 +133,20 @@ def passthrough_flags(
 ) -> list[int]:
     """The ownership flags of outputs that are borrowed inputs passed through; empty if all are 0.
 
-    ``all_borrowed``: the inputs are the caller's, or the cell is recomputed from them.
+    ``all_borrowed``: the inputs are the caller's, or the cell is recomputed from them. ``target``
+    returns the target of an input of the first stage; None on other stages.
     """
     given, made = inputs[0], outputs[0]
     alone = type(given) is type(made) is Tensor and not (inputs[1] or outputs[1])
     if alone and storage_of(given) != storage_of(made):  # the common case
         return []
+    passed = BORROWED | TARGET  # inputs of the first stage that overlap need not both go on
+    passed |= SHARED if target is None else 0
     borrowed: dict[Any, int] = {}
     flags = owners or input_flags(inputs, None if target is None else target())
     for tensor, flag in zip(tensors_in(inputs), flags, strict=True):
         storage = storage_of(tensor)
-        own = (flag | BORROWED if all_borrowed else flag) & (BORROWED | TARGET)
+        own = (flag | BORROWED if all_borrowed else flag) & passed
         borrowed[storage] = borrowed.get(storage, 0) | own
     found = [borrowed.get(storage_of(tensor), 0) for tensor in tensors_in(outputs)]
     return found if any(found) else []

@@ -89,7 +89,10 @@ def plain(
         with pipeline.workers[pipeline.worker_of[j]].caller_lane().active():
             forward = run.recomputation.checkpointed if recomputed else run.forward
             outputs = forward(i, inputs, owners)
-        passed = passthrough_flags(inputs, owners, outputs, all_borrowed=recomputed or j == 0)
+        passed = passthrough_flags(
+            inputs, owners, outputs, all_borrowed=recomputed or j == 0,
+            target=None if j else lambda: None,
+        )  # fmt: skip
         following = iter(passed or [0] * len(tensors_in(outputs)))
         value, stashed = outputs
         owners = [next(following) for _ in tensors_in(value)]

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from syncpipe import Pipe, inline
+from syncpipe import Pipe, inline, pop, skippable, stash
 from syncpipe.storage import clones, overlap
 from tests.support.models import CHECKPOINT_MODES, Receive, Send, assert_equals_plain
 from tests.support.running import Do, assert_same
@@ -311,3 +311,27 @@ def test_a_plain_graph_leaves_the_input_as_it_was():
     with inline(graph=True):
         pipe(x)
     assert torch.equal(x, -torch.ones(4, 4))
+
+
+@skippable(stash=["shared"])
+class Share(nn.Module):
+    def forward(self, x):
+        yield stash("shared", x)
+        return x
+
+
+@skippable(pop=["shared"])
+class Add(nn.Module):
+    def forward(self, x):
+        shared = yield pop("shared")
+        return x + shared
+
+
+@pytest.mark.parametrize("grad", [False, True])
+def test_a_stage_that_passes_a_shared_tensor_on_does_not_make_it_the_next_ones(grad):
+    layers = nn.Sequential(
+        nn.Linear(4, 4), Share(), nn.Identity(), nn.Hardtanh(inplace=True), Add()
+    )
+    pipe = Pipe(layers, [2, 1, 1, 1], devices=["cpu"] * 4, chunks=2, checkpoint="never")
+    with torch.set_grad_enabled(grad), pytest.raises(RuntimeError, match="modified in place"):
+        pipe(torch.randn(4, 4))
