@@ -33,7 +33,6 @@ TORCHVISION: dict[str, Model] = {
     "MobileNetV3": _vision("mobilenet_v3_large"),
     "Inception-v3": _vision("inception_v3", 96, aux_logits=False, init_weights=False),
     "Swin-T": _vision("swin_t"),
-    "Inception-v3 (auxiliary head)": _vision("inception_v3", 128, init_weights=False),
     "ResNet-18": _vision("resnet18"),
     "ResNeXt-50": _vision("resnext50_32x4d"),
     "VGG-11 (BN)": _vision("vgg11_bn", 32),
@@ -64,7 +63,12 @@ TORCHVISION: dict[str, Model] = {
     "Faster R-CNN (detection)": Model(
         "torchvision.models.detection",
         lambda m: m.fasterrcnn_mobilenet_v3_large_320_fpn(weights=None, weights_backbone=None),
-        takes(lambda batch: [torch.rand(3, 64, 64) for _ in range(batch)]),
+        takes(
+            lambda batch: [torch.rand(3, 64, 64) for _ in range(batch)],
+            lambda batch: [
+                {"boxes": torch.tensor([[4.0, 4.0, 40.0, 40.0]]), "labels": torch.ones(1).long()}
+            ] * batch,
+        ),
     ),
 }  # fmt: skip
 

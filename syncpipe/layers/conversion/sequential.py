@@ -206,6 +206,7 @@ class _Conversion:
             and not (reason == _COMPILED and self._holds_most(path))
         }
         self._refuse_root()
+        self._as_compiled = True
         self._numbers: set[str] | None = None  # None: not known yet, follow all
         with progress_bar(f"sequential({self.name})", "run", 20) as self._bar:
             try:  # let the model do what it does in its first run only
@@ -298,7 +299,11 @@ class _Conversion:
         own = [*self.model.parameters(), *self.model.buffers()]
         self.notes: list[str] = []
         state = State({"": self.model}, own, objects=False)
-        self.runs = self._run(self.tensors)
+        try:
+            self.runs = self._run(self.tensors)
+        except Exception:  # some leave out more than checks while they are compiled
+            self._as_compiled = False
+            self.runs = self._run(self.tensors)
         faults = [fault for run in self.runs.values() for fault in run.faults]
         faults += [
             Whole(node.meta["owner"], node.meta["line"], "Python decides by a size or a value")
@@ -323,7 +328,8 @@ class _Conversion:
             self._bar.update()
             call, names = self.signature.call(tensors, mode), self.signature.of(mode).names
             model = self.model.train(mode)
-            found[mode] = Tracer(model, self.leaves, self._paths, self._objects, names, *call)
+            given = self.leaves, self._paths, self._objects, names, self._as_compiled
+            found[mode] = Tracer(model, *given, *call)
         return found
 
     def _make_leaves(self, faults: list[Whole]) -> bool:

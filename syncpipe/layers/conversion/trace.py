@@ -259,6 +259,7 @@ class Tracer(TorchFunctionMode):
         objects: what the model uses besides its own tensors and plain values, by names in the code;
             shared by all traces of the model.
         names: the names of the tensors in the arguments.
+        as_compiled: whether libraries take the model to be compiled, and skip checks of values.
 
     Attributes:
         nodes: the nodes in order, from the placeholders to the output.
@@ -278,11 +279,13 @@ class Tracer(TorchFunctionMode):
         paths: Mapping[nn.Module, str],
         objects: dict[str, Any],
         names: list[str],
+        as_compiled: bool,
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
     ) -> None:
         super().__init__()
         self._leaves, self._paths, self._objects = leaves, paths, objects
+        self._as_compiled = as_compiled
         self._device, self._graph = next(model.parameters()).device, fx.Graph()
         self._devices = {(p.device.type, p.device.index) for p in model.parameters()}
         self._call: _Call = ((0, ""),)
@@ -387,8 +390,7 @@ class Tracer(TorchFunctionMode):
         yield nn.TransformerEncoder, "forward", _encode
         for of, name in _DECIDING:
             yield of, name, self._trace_decision(getattr(of, name))
-        if hasattr(torch.compiler, "_is_compiling_flag"):
-            # Libraries skip checks of values while they are compiled.
+        if self._as_compiled and hasattr(torch.compiler, "_is_compiling_flag"):
             yield torch.compiler, "_is_compiling_flag", True
 
     @property
