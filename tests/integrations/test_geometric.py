@@ -91,3 +91,12 @@ def test_auto_takes_a_batch_of_graphs() -> None:
     model, batch = Net(CONVOLUTIONS["gcn"], pools=True), Batch.from_data_list(graphs(8))
     pipe = Pipe.auto(model, batch, batch_size=8, devices=["cpu:0", "cpu:1"], verbose=False)
     assert_close(pipe(batch), model(batch))
+
+
+def test_pooling_without_the_number_of_graphs_says_what_to_pass() -> None:
+    class Uncounted(Net):
+        def forward(self, data: Any) -> Any:
+            return self.head(geometric.global_mean_pool(data.x, data.batch))
+
+    with pytest.raises(ValueError, match=r"size=data\.num_graphs"):
+        sequential(Uncounted(CONVOLUTIONS["gcn"], True), Batch.from_data_list(graphs(4)))
