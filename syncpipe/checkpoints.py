@@ -28,7 +28,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from syncpipe.state import same_bits
+from syncpipe.compare import same_bits
 
 __all__ = ["load", "reader", "save"]
 

@@ -10,9 +10,11 @@ import torch
 from torch import Tensor
 
 from syncpipe.data import described
-from syncpipe.state import same_bits
 
-__all__ = ["Comparison", "Status", "compare"]
+__all__ = ["SIMPLE", "Comparison", "Status", "compare", "same_bits"]
+
+#: Types that are compared by value.
+SIMPLE = (int, float, complex, str, bytes, bool, type(None))
 
 Status = Literal["equal", "rounding", "different", "none"]
 
@@ -114,3 +116,12 @@ def _describe(value: Any) -> str:
     if isinstance(value, Tensor):
         return described(value)
     return "no value" if value is None else f"{value!r:.40}"
+
+
+def same_bits(a: Any, b: Any) -> bool:
+    """Whether two values are equal to the last bit; of objects only types are compared."""
+    if not isinstance(a, Tensor) or not isinstance(b, Tensor):
+        return type(a) is type(b) and (not isinstance(a, SIMPLE) or a == b)
+    if a.dtype != b.dtype or a.shape != b.shape:
+        return False
+    return torch.equal(a, b) or bool(((a == b) | ((a != a) & (b != b))).all())

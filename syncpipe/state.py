@@ -25,15 +25,14 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
+from syncpipe.compare import SIMPLE, same_bits
 from syncpipe.runtime.interrupts import run_and_undo
 from syncpipe.runtime.random_numbers import LOCKS, Generators, put_back_states, states_of
 from syncpipe.runtime.thread_state import restoring_thread
 
-__all__ = ["SIMPLE", "State", "restoring_module", "restoring_settings", "same_bits", "same_value"]
+__all__ = ["State", "restoring_module", "restoring_settings", "same_value"]
 
 _T = TypeVar("_T")
-#: Types that are compared by value.
-SIMPLE = (int, float, complex, str, bytes, bool, type(None))
 _NO_STATE = (*SIMPLE, type, FunctionType, MethodType, ModuleType)
 _FOREIGN = {*sys.stdlib_module_names, "torch", "numpy", "syncpipe"}
 
@@ -297,12 +296,3 @@ def same_value(a: Any, b: Any) -> bool:
     if isinstance(a, Tensor) and isinstance(b, Tensor):
         return a is b or (a.shape == b.shape and not a.is_meta and torch.equal(a.to(b), b))
     return a is b or (type(a) is type(b) and isinstance(a, SIMPLE) and a == b)
-
-
-def same_bits(a: Any, b: Any) -> bool:
-    """Whether two values are equal to the last bit; of objects only types are compared."""
-    if not isinstance(a, Tensor) or not isinstance(b, Tensor):
-        return type(a) is type(b) and (not isinstance(a, SIMPLE) or a == b)
-    if a.dtype != b.dtype or a.shape != b.shape:
-        return False
-    return torch.equal(a, b) or bool(((a == b) | ((a != a) & (b != b))).all())

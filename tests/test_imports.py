@@ -54,10 +54,9 @@ def test_no_modules_import_each_other_in_a_circle():
 FLOORS = [
     ["batch_classes", "format", "progress", "storage"],
     ["data", "schedules", "skip"],
-    ["options", "runtime", "uncut"],
-    ["batches", "hints", "state"],
-    ["checkpoints", "compare"],
-    ["layers", "timeline"],
+    ["compare", "options", "runtime", "uncut"],
+    ["batches", "hints", "state", "timeline"],
+    ["checkpoints", "layers"],
     ["balance", "stages"],
     ["layout", "planner", "training"],
     ["container"],

@@ -21,10 +21,11 @@ import torch
 from torch import Tensor, nn
 
 from syncpipe.batches import gather
+from syncpipe.compare import SIMPLE
 from syncpipe.data import flatten, map_tensors, tensors_in, unflatten
 from syncpipe.hints import caller_stacklevel
 from syncpipe.runtime.random_numbers import with_cpu_generator
-from syncpipe.state import SIMPLE, restoring_module
+from syncpipe.state import restoring_module
 from syncpipe.training.loss import Objective
 
 _MAX_KEPT_BYTES = 2**26  #: of outputs, but two micro-batches are always kept
