@@ -309,7 +309,7 @@ class _Conversion:
             Whole(node.meta["owner"], node.meta["line"], "Python decides by a size or a value")
             for run in self.runs.values()
             for node in run.nodes
-            if node.target is guard and not self._holds_most(node.meta["owner"])
+            if node.target is guard and not self._has_blocks(node.meta["owner"])
         ]
         faults += self._writes(state)
         return faults or self._vary_sizes()
@@ -373,6 +373,22 @@ class _Conversion:
         """Whether a module has more than half of the modules with parameters inside."""
         inside = sum(owner.startswith(f"{path}.") for owner in self._owners)
         return not path or 2 * inside > len(self._owners)
+
+    def _has_blocks(self, path: str) -> bool:
+        """Whether a module is no layer, though it decides by sizes: it holds most of the model, or
+        a list of blocks and more than a quarter of it (the encoder of a translator).
+        """
+        inside = [owner for owner in self._owners if owner.startswith(f"{path}.")]
+        lists = (nn.ModuleList, nn.Sequential)
+        return self._holds_most(path) or (
+            4 * len(inside) > len(self._owners)
+            and any(
+                isinstance(part, lists)
+                and len({type(block) for block in part}) < len(part)
+                and any(block._modules for block in part)
+                for part in self.model.get_submodule(path).modules()
+            )
+        )
 
     def _leafable(self, faults: list[Whole]) -> list[Whole]:
         return [fault for fault in faults if not self._holds_most(fault.path)]

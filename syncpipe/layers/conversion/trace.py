@@ -659,6 +659,8 @@ class Tracer(TorchFunctionMode):
         pending = [self._nodes.get(id(tensor)) for tensor in tensors_in(tensors)]
         for node in pending:
             value = None if node is None else node.meta["value"]
+            if node is not None and not tensors_in(value):
+                continue  # sizes and dtypes, of whatever tensors
             floats = isinstance(value, Tensor) and value.dtype.is_floating_point
             if node is None or (node.op == "placeholder" and floats) or node.op == "call_module":
                 return False
