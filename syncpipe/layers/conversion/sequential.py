@@ -363,7 +363,8 @@ class _Conversion:
             "Drawn masks cannot be cut: set model.config.apply_spec_augment = False":
                 "mask_hidden_states" in line and getattr(config, "apply_spec_augment", False),
             "PyTorch Geometric reads the number of graphs out of the values: pass it, "
-            "global_mean_pool(x, data.batch, size=data.num_graphs)": "index.max()" in line,
+            "global_mean_pool(x, data.batch, size=data.num_graphs)":
+                "torch_geometric" in line and ".max()" in line,
             "Move this into a module of its own (which is kept as one layer), or convert the "
             "modules in it one by one": True,
         }  # fmt: skip
