@@ -72,7 +72,9 @@ def _by_attribute(owner: Any) -> bool:
 class Patches:
     """Attributes of classes, modules and objects that are replaced while :meth:`around` runs.
 
-    ``unittest.mock.patch`` leaves them replaced if Ctrl-C comes at the end of its block.
+    All threads see them, so only one thread at a time replaces any: what another one had put there
+    would be restored as if it had been there before. ``unittest.mock.patch`` knows of no other
+    thread, and leaves attributes replaced if Ctrl-C comes at the end of its block.
     """
 
     def __init__(self) -> None:
@@ -89,7 +91,8 @@ class Patches:
 
     def around(self, run: Callable[[], _T]) -> _T:
         """Calls ``run``, which may call :meth:`put`; then restores all, the last one first."""
-        return run_and_undo(run, self._undo)
+        with _patching:
+            return run_and_undo(run, self._undo)
 
     def _undo(self) -> None:
         for owner, name, before in reversed(self._before):
@@ -107,6 +110,9 @@ def forkable_lock() -> Any:
     lock: Any = threading.RLock()
     _locks.add(weakref.ref(lock, _locks.discard))  # a C callback: Ctrl-C cannot interrupt it
     return lock
+
+
+_patching = forkable_lock()
 
 
 def _free() -> None:

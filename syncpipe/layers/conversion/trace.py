@@ -35,12 +35,10 @@ from syncpipe.batch_classes import batch_kind
 from syncpipe.data import entries, equal, flatten, tensors_in
 from syncpipe.layers.conversion.origin import MISSING, PLAIN, Read, alike, attribute
 from syncpipe.layers.conversion.signature import is_input
-from syncpipe.runtime.interrupts import Patches, forkable_lock
+from syncpipe.runtime.interrupts import Patches
 
 __all__ = ["CHECKS", "DEVICE", "Function", "Tracer", "Whole", "guard"]
 
-#: A trace patches functions for all threads, so only one may run at a time.
-_tracing_lock = forkable_lock()
 #: Attributes whose numbers do not depend on the sizes of the batch.
 _CONSTANT = frozenset(
     {"dim", "ndim", "ndimension", "itemsize", "element_size", "get_device", "_version", "stride",
@@ -321,8 +319,7 @@ class Tracer(TorchFunctionMode):
                 return output
 
         self._patches = Patches()
-        with _tracing_lock:
-            output = self._patches.around(run)
+        output = self._patches.around(run)
         node = self._add("output", "output", (output,), key=("output",))
         node.meta.update(line="", common=self._constant_outputs())
         self.nodes = [node for node in self._graph.nodes if node.op != "get_attr"]

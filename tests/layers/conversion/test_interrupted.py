@@ -1,8 +1,10 @@
-"""Ctrl-C while a model is converted leaves PyTorch, and Python, as they were."""
+"""Ctrl-C, or another thread, while a model is converted leaves PyTorch and Python as they were."""
 
 from __future__ import annotations
 
 import builtins
+import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import torch
 from torch import Tensor, nn
@@ -51,3 +53,25 @@ def test_ctrl_c_at_any_line_of_what_replaces_and_restores():
         assert patched() == before, whole.seen[at - 1]
     assert came > 30
     assert model.rate == 0.5
+
+
+def test_what_two_threads_replace_at_once_is_there_again_after_both():
+    """The second one must not take for the original what the first one has put there."""
+    entered, left = threading.Event(), threading.Event()
+
+    def first(patches: interrupts.Patches) -> None:
+        patches.put(Model, "kind", "first")
+        entered.set()
+        left.wait(0.5)  # the other one waits, and nothing ends this wait
+
+    def second(patches: interrupts.Patches) -> None:
+        patches.put(Model, "kind", "second")
+        left.set()
+        other.result()
+
+    with ThreadPoolExecutor(1) as pool:
+        one, two = interrupts.Patches(), interrupts.Patches()
+        other = pool.submit(one.around, lambda: first(one))
+        assert entered.wait(10)
+        two.around(lambda: second(two))
+    assert not hasattr(Model, "kind")
