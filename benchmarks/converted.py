@@ -36,9 +36,9 @@ from benchmarks.zoo.senses import SENSES
 from benchmarks.zoo.vision import TIMM, TORCHVISION
 from benchmarks.zoo.written import WRITTEN
 from syncpipe import Pipe, sequential, verify
-from syncpipe.batches import gather, scatter, unwrapped
 from syncpipe.compare import Comparison, compare
-from syncpipe.data import by_name, tensors_in
+from syncpipe.data.batches import gather, scatter, unwrapped
+from syncpipe.data.trees import by_name, tensors_in
 from syncpipe.layers.conversion.sequential import Converted
 from syncpipe.layers.conversion.signature import call_arguments, call_input, common_outputs
 

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from syncpipe.balance import balance_by_time
-    from syncpipe.batch_classes import register_batch
+    from syncpipe.data.batch_classes import register_batch
+    from syncpipe.data.uncut import NoChunk
     from syncpipe.distributed import data_parallel
     from syncpipe.layers.conversion.sequential import sequential
     from syncpipe.layers.listing import LayerSpec, TiedLayerSpec
@@ -21,7 +22,6 @@ if TYPE_CHECKING:
     from syncpipe.runtime.worker import Worker
     from syncpipe.skip import pop, skippable, stash
     from syncpipe.training.loaders import RepeatingLoader
-    from syncpipe.uncut import NoChunk
     from syncpipe.verification.check import verify
 
 __version__ = "0.1.0"
@@ -56,7 +56,7 @@ _PACKAGES = ("balance", "checkpoints", "distributed", "planner", "schedules", "s
 #: seconds.
 _HOMES = {
     "balance": ("balance_by_time",),
-    "batch_classes": ("register_batch",),
+    "data.batch_classes": ("register_batch",),
     "layers.conversion.sequential": ("sequential",),
     "layers.listing": ("LayerSpec", "TiedLayerSpec"),
     "layers.unpack": ("PipeSequential",),
@@ -68,7 +68,7 @@ _HOMES = {
     "runtime.worker": ("Worker",),
     "skip": ("pop", "skippable", "stash"),
     "training.loaders": ("RepeatingLoader",),
-    "uncut": ("NoChunk",),
+    "data.uncut": ("NoChunk",),
     "verification.check": ("verify",),
     "distributed": ("data_parallel",),
 }

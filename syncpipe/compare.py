@@ -9,7 +9,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from syncpipe.data import described
+from syncpipe.data.trees import described
 
 __all__ = ["SIMPLE", "Comparison", "Status", "compare", "same_bits"]
 

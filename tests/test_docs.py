@@ -143,8 +143,8 @@ EXTENSIONS = re.compile(r"replica|\btie(?=[sd]?\b)|substitut|offload|halves|sele
 #: Where they are nevertheless: as options of the pipe, as what is placed by them, and as fields
 #: that wrappers set. (A schedule is data, and has them all.)
 NAMED = {
-    "pipe.py": {"replica", "tie", "offload", "selective"},
-    "layout.py": {"replica", "tie"},
+    "pipe/pipe.py": {"replica", "tie", "offload", "selective"},
+    "pipe/layout.py": {"replica", "tie"},
     "stages/pipeline.py": {"replica"},
     "stages/run.py": {"substitut"},
 }

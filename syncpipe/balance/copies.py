@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from syncpipe.data import tensors_in
+from syncpipe.data.trees import tensors_in
 from syncpipe.layers.listing import Function, LayerSpec, build_alone, give_values, waiting
 from syncpipe.runtime.random_numbers import is_compiled
 

@@ -36,9 +36,10 @@ from syncpipe.balance.copies import copy_of_tensor, has_compiled, layer_label, r
 from syncpipe.balance.estimate import DEVICES, AsOnGPU, DeviceSpec, Roofline
 from syncpipe.balance.profile import LayerProfile, Profile, SkipProfile
 from syncpipe.balance.stored import LiveMemory, StoredMemory, record_saved, size_of, watch_halves
-from syncpipe.batch_classes import batch_kind, repeated_batch, samples_of
-from syncpipe.batches import scatter, unwrapped
-from syncpipe.data import described, distinct, flatten, map_tensors, tensors_in, unflatten
+from syncpipe.data.batch_classes import batch_kind, repeated_batch, samples_of
+from syncpipe.data.batches import scatter, unwrapped
+from syncpipe.data.trees import described, distinct, flatten, map_tensors, tensors_in, unflatten
+from syncpipe.data.uncut import NoChunk
 from syncpipe.layers.listing import Layers, as_sequential, on_meta
 from syncpipe.layers.unpack import call_note, spread, unpacks
 from syncpipe.progress import progress_bar
@@ -51,7 +52,6 @@ from syncpipe.skip.layout import inspect_layout
 from syncpipe.skip.store import SkipKey, use_store
 from syncpipe.state import restoring_settings
 from syncpipe.storage import clones
-from syncpipe.uncut import NoChunk
 
 __all__ = [
     "EFFICIENCY", "RESERVE", "estimated", "measure_memory", "profile", "resized", "samples_in",

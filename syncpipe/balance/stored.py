@@ -28,7 +28,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_leaves
 
-from syncpipe.data import distinct
+from syncpipe.data.trees import distinct
 from syncpipe.runtime.graph import nodes_of
 
 __all__ = ["LiveMemory", "StoredMemory", "record_saved", "size_of", "watch_halves"]

@@ -31,7 +31,7 @@ from torch import Tensor, nn
 from torch import distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from syncpipe.data import described, tensors_in
+from syncpipe.data.trees import described, tensors_in
 from syncpipe.distributed.peers import Peers, checked_number, given_group
 from syncpipe.distributed.private import in_buckets
 from syncpipe.pipe import Pipe

@@ -19,8 +19,8 @@ from torch.distributed import pipelining
 from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 
-from syncpipe.batches import gather, scatter_pair
-from syncpipe.data import described, map_tensors, tensors_in
+from syncpipe.data.batches import gather, scatter_pair
+from syncpipe.data.trees import described, map_tensors, tensors_in
 from syncpipe.distributed.private import Warmup
 from syncpipe.layers.conversion.signature import call_input, common_outputs, refresh
 from syncpipe.layers.placement import check_input

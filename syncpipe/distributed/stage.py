@@ -30,8 +30,8 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from syncpipe.balance.balances import balance_named
-from syncpipe.batches import unwrapped
-from syncpipe.data import by_name, described, flatten, map_tensors, tensors_in
+from syncpipe.data.batches import unwrapped
+from syncpipe.data.trees import by_name, described, flatten, map_tensors, tensors_in
 from syncpipe.distributed.peers import Peers, checked_number, given_group
 from syncpipe.distributed.private import PyTorchStage, check_pipelining, timeout_of
 from syncpipe.distributed.schedules import schedule_over

@@ -25,13 +25,13 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from syncpipe.batches import scatter
-from syncpipe.data import described, map_tensors, tensors_in
+from syncpipe.data.batches import scatter
+from syncpipe.data.trees import described, map_tensors, tensors_in
+from syncpipe.data.uncut import NoChunk
 from syncpipe.layers.conversion.sequential import sequential
 from syncpipe.layers.conversion.signature import model_signature
 from syncpipe.pipe import Pipe
 from syncpipe.state import restoring_module
-from syncpipe.uncut import NoChunk
 
 __all__ = ["LossModel", "pipelined"]
 

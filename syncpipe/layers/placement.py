@@ -10,12 +10,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from syncpipe.data import flatten
+from syncpipe.data.trees import flatten
+from syncpipe.data.uncut import NoChunk
 from syncpipe.layers.conversion.sequential import Converted, hooks_of
 from syncpipe.layers.unpack import PipeSequential
 from syncpipe.runtime.streams import accelerators, checked_device, same_memory
 from syncpipe.runtime.worker import Worker
-from syncpipe.uncut import NoChunk
 
 __all__ = [
     "check_balance", "check_devices", "check_input", "check_module", "check_no_hooks",

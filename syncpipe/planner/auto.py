@@ -22,7 +22,7 @@ from syncpipe.balance import param_scale_of
 from syncpipe.balance.measure import resized, samples_in
 from syncpipe.balance.profile import Profile
 from syncpipe.checkpoints import reader
-from syncpipe.data import tensors_in
+from syncpipe.data.trees import tensors_in
 from syncpipe.format import count, in_bytes
 from syncpipe.layers.conversion.sequential import sequential
 from syncpipe.layers.conversion.signature import call_input

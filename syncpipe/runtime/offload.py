@@ -30,7 +30,7 @@ import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from syncpipe.data import described
+from syncpipe.data.trees import described
 from syncpipe.runtime.recomputation import version_of
 from syncpipe.runtime.streams import DeviceStreams
 from syncpipe.storage import storage_of

@@ -35,7 +35,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.lazy import LazyModuleMixin
 
-from syncpipe.data import tensors_in
+from syncpipe.data.trees import tensors_in
 from syncpipe.runtime.interrupts import forkable_lock, run_and_undo
 from syncpipe.storage import modules_of
 

@@ -39,7 +39,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from syncpipe.data import attributes_of, described, map_tensors, objects_in, tensors_in
+from syncpipe.data.trees import attributes_of, described, map_tensors, objects_in, tensors_in
 from syncpipe.runtime.errors import annotate
 from syncpipe.runtime.graph import nodes_of
 from syncpipe.runtime.interrupts import Swap, forkable_lock, run_and_undo, with_swaps

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
-from syncpipe.data import distinct, map_tensors, tensors_in
+from syncpipe.data.trees import distinct, map_tensors, tensors_in
 from syncpipe.options import StageMode, recomputed_micro_batches
 from syncpipe.runtime.engine import RUNNING, Run
 from syncpipe.runtime.random_numbers import draw_seed, let_modules_hold, without_generators

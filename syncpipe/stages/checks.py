@@ -9,11 +9,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from syncpipe.data import objects_in
+from syncpipe.data.trees import objects_in
+from syncpipe.data.uncut import hidden_tensor
 from syncpipe.stages.pipeline import Pipeline
 from syncpipe.stages.stage import Stage
 from syncpipe.storage import modules_of
-from syncpipe.uncut import hidden_tensor
 
 
 def check_collectives(call: Any) -> None:

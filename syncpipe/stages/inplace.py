@@ -26,7 +26,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules import module as global_hooks
 
-from syncpipe.data import map_tensors, tensors_in
+from syncpipe.data.trees import map_tensors, tensors_in
 from syncpipe.runtime.recomputation import version_of
 from syncpipe.storage import clones, overlap, place_of, storage_of, storage_users
 

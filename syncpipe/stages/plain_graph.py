@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch.autograd import forward_ad
 
-from syncpipe.data import map_tensors, tensors_in
+from syncpipe.data.trees import map_tensors, tensors_in
 from syncpipe.options import StageMode
 from syncpipe.runtime.engine import RUNNING
 from syncpipe.runtime.interrupts import Swap, with_swaps

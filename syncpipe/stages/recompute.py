@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
-from syncpipe.data import map_tensors, tensors_in
+from syncpipe.data.trees import map_tensors, tensors_in
 from syncpipe.options import Selective, StageMode
 from syncpipe.runtime.random_numbers import (
     holds_generators,

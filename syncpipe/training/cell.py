@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from syncpipe.data import distinct, map_tensors, tensors_in
+from syncpipe.data.trees import distinct, map_tensors, tensors_in
 from syncpipe.runtime.graph import go_back
 
 _node_of = attrgetter("node")

@@ -24,8 +24,8 @@ from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 from torch.nn.parameter import is_lazy
 
-from syncpipe.batches import gather, scatter_sized
-from syncpipe.data import described, map_tensors, tensors_in
+from syncpipe.data.batches import gather, scatter_sized
+from syncpipe.data.trees import described, map_tensors, tensors_in
 from syncpipe.runtime.graph import captured_grads, go_back
 from syncpipe.runtime.interrupts import Swap, run_and_undo
 from syncpipe.runtime.recomputation import copy_of, is_small, version_of

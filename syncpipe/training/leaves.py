@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 
-from syncpipe.data import described
+from syncpipe.data.trees import described
 from syncpipe.runtime.graph import AccumulateGrad, go_back, nodes_of
 from syncpipe.runtime.streams import moved
 from syncpipe.stages.call import Call

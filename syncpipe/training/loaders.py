@@ -13,8 +13,8 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
-from syncpipe.batches import scatter_pair
-from syncpipe.data import described, map_tensors
+from syncpipe.data.batches import scatter_pair
+from syncpipe.data.trees import described, map_tensors
 from syncpipe.hints import caller_stacklevel
 from syncpipe.layers.placement import check_input
 from syncpipe.runtime.errors import annotate
@@ -139,6 +139,19 @@ def source_of(
                 stacklevel=caller_stacklevel(),
             )
         return FromIterator(data_iter, chunks, target, pack)
+    _check_loader(data_iter)
+    try:
+        item = _next_item(data_iter, passes, data_iter, "data_iter")
+    except BaseException as error:
+        annotate(error, "in data_iter, when asked for a mini-batch")
+        raise
+    input, target = pair_of(item, target, "")
+    input = map_tensors(lambda tensors: [moved(tensor, device) for tensor in tensors], input)
+    return Source(*scatter_pair(pack(input), target, chunks))
+
+
+def _check_loader(data_iter: Any) -> None:
+    """Raises TypeError for what does not give mini-batches."""
     refuse_dataset(data_iter, "data_iter")
     if isinstance(data_iter, FunctionType | MethodType | partial):
         raise TypeError(
@@ -155,11 +168,3 @@ def source_of(
             f"data_iter must be an iterator, not {type(data_iter).__name__}: make one by iter(...) "
             "once for all steps, or give a DataLoader, which gives a mini-batch in each step"
         )
-    try:
-        item = _next_item(data_iter, passes, data_iter, "data_iter")
-    except BaseException as error:
-        annotate(error, "in data_iter, when asked for a mini-batch")
-        raise
-    input, target = pair_of(item, target, "")
-    input = map_tensors(lambda tensors: [moved(tensor, device) for tensor in tensors], input)
-    return Source(*scatter_pair(pack(input), target, chunks))

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from syncpipe.data import distinct, map_tensors
+from syncpipe.data.trees import distinct, map_tensors
 from syncpipe.hints import warn_of_counts
 from syncpipe.runtime.errors import annotate
 from syncpipe.runtime.streams import moved

@@ -20,9 +20,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from syncpipe.batches import gather
 from syncpipe.compare import SIMPLE
-from syncpipe.data import flatten, map_tensors, tensors_in, unflatten
+from syncpipe.data.batches import gather
+from syncpipe.data.trees import flatten, map_tensors, tensors_in, unflatten
 from syncpipe.hints import caller_stacklevel
 from syncpipe.runtime.random_numbers import with_cpu_generator
 from syncpipe.state import restoring_module

@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from syncpipe.data import described
+from syncpipe.data.trees import described
 from syncpipe.runtime.errors import annotate
 
 Weight = float | Tensor

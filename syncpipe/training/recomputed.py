@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from operator import attrgetter
 from typing import Any
 
-from syncpipe.data import tensors_in
+from syncpipe.data.trees import tensors_in
 from syncpipe.training.cell import Cell, ends_of
 
 _requires_grad = attrgetter("requires_grad")

@@ -8,7 +8,8 @@ from typing import Any
 
 import torch
 
-from syncpipe.batches import gather
+from syncpipe.data.batches import gather
+from syncpipe.data.uncut import samples_elsewhere
 from syncpipe.hints import caller_stacklevel
 from syncpipe.layers.conversion.signature import common_outputs
 from syncpipe.stages.call import Call
@@ -16,7 +17,6 @@ from syncpipe.stages.pipeline import Pipeline
 from syncpipe.training.loss import LossHead, Objective
 from syncpipe.training.loss_check import LossCounts
 from syncpipe.training.sources import Source
-from syncpipe.uncut import samples_elsewhere
 
 
 def join_outputs(pipeline: Pipeline, outputs: list[Any], source: Source) -> Any:

@@ -10,8 +10,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from syncpipe.batches import unwrapped
-from syncpipe.data import tensors_in
+from syncpipe.data.batches import unwrapped
+from syncpipe.data.trees import tensors_in
 from syncpipe.runtime.errors import annotate
 
 _requires_grad = attrgetter("requires_grad")

@@ -33,8 +33,8 @@ from torch.autograd.graph import get_gradient_edge
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
-from syncpipe.batches import scatter_pair
-from syncpipe.data import described, tensors_in
+from syncpipe.data.batches import scatter_pair
+from syncpipe.data.trees import described, tensors_in
 from syncpipe.layers.ties import overlapping
 from syncpipe.options import StageMode
 from syncpipe.runtime.engine import Run
@@ -95,16 +95,9 @@ def stream(
     check_can_train(pipeline, "train_stream")
     loss = known_loss(loss_fn, loss_reduction, weight)
     n, replicas = pipeline.n, pipeline.turns
-    if versions != "2bw":
-        chunks = 1  # a mini-batch is one micro-batch
-    elif chunks < n:
-        raise ValueError(
-            f"versions='2bw' with chunks={chunks} and {n} stages: two versions of the weights need "
-            f"at least as many micro-batches as stages. Set pipe.chunks to {n} or more, or use "
-            "versions='stashing'"
-        )
+    chunks = chunks if versions == "2bw" else 1  # otherwise a mini-batch is one micro-batch
     with pipeline.training_lock:
-        _check(pipeline, checkpoint, versions)
+        _check(pipeline, checkpoint, versions, chunks)
         optimizers = _optimizers(pipeline, optimizer)
         # On the last stage every micro-batch runs backward at once, so none is recomputed.
         *others, last = checkpoint
@@ -112,14 +105,8 @@ def stream(
         source = _MiniBatches(iterator, chunks, steps, target, pack, loss, max(replicas))
 
         def weights_of(stage: Stage) -> _StageWeights:
-            rule = None
-            if versions != "stashing":
-                rule = partial(
-                    version_used, j=stage.j, replicas=replicas, versions=versions, chunks=chunks
-                )
             updates = optimizers[stage.j] if stage.index < n else None  # others follow the owner
-            most = versions_kept(stage.j, replicas, versions)
-            return _StageWeights(stage, updates, most, rule, replicas[stage.j])
+            return _StageWeights(stage, updates, versions, replicas, chunks)
 
         weights = list(map(weights_of, pipeline.stages[:n]))
         copied: list[Tensor] = []  # by replicas
@@ -163,26 +150,42 @@ def stream(
         )
         if not (source.results or source.metrics):
             raise ValueError("data_iter gave no mini-batch, so there is nothing to train")
-        found = [source.results[batch] for batch in sorted(source.results)]
-        losses = [*source.blocks, *[loss for loss, _ in found]]
-        device = pipeline.workers[pipeline.worker_of[pipeline.results_index]].device
-        rows = [[weights[number] for number in numbers] for numbers in pipeline.indices]
-        with torch.no_grad():
-            return Streamed(
-                torch.cat([moved(loss.reshape(-1), device) for loss in losses]),
-                source.metrics + [metrics for _, metrics in found],
-                optimizers,
-                [
-                    tuple([row[i % len(row)].used[i // len(row)] for row in rows])
-                    for i in range(sum(len(each.used) for each in rows[0]))
-                ],
-                tuple([max(each.kept for each in row) for row in rows]),
-            )
+        return _streamed(pipeline, source, weights, optimizers)
 
 
-def _check(pipeline: Pipeline, checkpoint: Sequence[StageMode], versions: Versions) -> None:
+def _streamed(
+    pipeline: Pipeline, source: _MiniBatches, weights: Sequence[_StageWeights],
+    optimizers: list[Optimizer | None],
+) -> Streamed:  # fmt: skip
+    """The results of all mini-batches, in their order."""
+    found = [source.results[batch] for batch in sorted(source.results)]
+    losses = [*source.blocks, *[loss for loss, _ in found]]
+    device = pipeline.workers[pipeline.worker_of[pipeline.results_index]].device
+    rows = [[weights[number] for number in numbers] for numbers in pipeline.indices]
+    with torch.no_grad():
+        return Streamed(
+            torch.cat([moved(loss.reshape(-1), device) for loss in losses]),
+            source.metrics + [metrics for _, metrics in found],
+            optimizers,
+            [
+                tuple([row[i % len(row)].used[i // len(row)] for row in rows])
+                for i in range(sum(len(each.used) for each in rows[0]))
+            ],
+            tuple([max(each.kept for each in row) for row in rows]),
+        )
+
+
+def _check(
+    pipeline: Pipeline, checkpoint: Sequence[StageMode], versions: Versions, chunks: int
+) -> None:
     """Raises ValueError for pipes and options that train_stream does not support."""
     n, replicas = pipeline.n, pipeline.turns
+    if versions == "2bw" and chunks < n:
+        raise ValueError(
+            f"versions='2bw' with chunks={chunks} and {n} stages: two versions of the weights need "
+            f"at least as many micro-batches as stages. Set pipe.chunks to {n} or more, or use "
+            "versions='stashing'"
+        )
     if len(pipeline.stages) > n and versions != "stashing":
         raise ValueError(
             f"versions={versions!r} of a pipe with replicas={replicas}: stages with more replicas "
@@ -289,8 +292,7 @@ def _optimizers(
 class _StageWeights:
     """The versions of the weights of one stage. Used by one thread at a time: worker or caller.
 
-    At most ``most`` versions are held. ``rule`` returns the version for a micro-batch; None: the
-    newest at its forward. Micro-batches go to the ``every`` replicas of the stage in turn.
+    Micro-batches go to the replicas of the stage in turn.
 
     Attributes:
         parameters: the trained ones.
@@ -302,11 +304,18 @@ class _StageWeights:
     """
 
     def __init__(
-        self, stage: Stage, optimizer: Optimizer | None, most: int,
-        rule: Callable[[int], int] | None, every: int,
+        self, stage: Stage, optimizer: Optimizer | None, versions: Versions,
+        replicas: Sequence[int], chunks: int,
     ) -> None:  # fmt: skip
         self.parameters = _trained(stage.partition)
-        self._optimizer, self._rule, self._every = optimizer, rule, every
+        self._optimizer, self._every = optimizer, replicas[stage.j]
+        #: The version for a micro-batch; None: the newest at its forward.
+        self._rule: Callable[[int], int] | None = None
+        if versions != "stashing":
+            self._rule = partial(
+                version_used, j=stage.j, replicas=replicas, versions=versions, chunks=chunks
+            )
+        most = versions_kept(stage.j, replicas, versions)
         self.used = array("q")
         self.updates, self.kept = 0, 1
         self._current: list[Tensor] = []

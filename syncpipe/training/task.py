@@ -27,7 +27,7 @@ from torch import Tensor
 from torch.autograd import profiler
 from torch.autograd.graph import GradientEdge
 
-from syncpipe.data import tensors_in
+from syncpipe.data.trees import tensors_in
 from syncpipe.runtime.engine import Run
 from syncpipe.runtime.errors import annotate
 from syncpipe.runtime.random_numbers import with_cpu_generator

@@ -16,10 +16,11 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from syncpipe.batch_classes import batch_kind, cut_batch
-from syncpipe.batches import gather, scatter_pair
 from syncpipe.compare import Comparison, compare
-from syncpipe.data import by_name, described, flatten, map_tensors, unflatten
+from syncpipe.data.batch_classes import batch_kind, cut_batch
+from syncpipe.data.batches import gather, scatter_pair
+from syncpipe.data.trees import by_name, described, flatten, map_tensors, unflatten
+from syncpipe.data.uncut import NoChunk
 from syncpipe.layers.conversion.origin import Origin
 from syncpipe.layers.conversion.sequential import Converted, values_of
 from syncpipe.layers.conversion.signature import batch_input, call_arguments, common_outputs
@@ -38,7 +39,6 @@ from syncpipe.training.loss import Objective
 from syncpipe.training.loss_check import LossCheck, LossCounts
 from syncpipe.training.loss_function import Loss, known_loss
 from syncpipe.training.sources import Source, input_and_target
-from syncpipe.uncut import NoChunk
 from syncpipe.verification.plain import (
     Observation,
     PlainRun,

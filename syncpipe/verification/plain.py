@@ -18,10 +18,10 @@ import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
 
-from syncpipe.batch_classes import batch_kind
-from syncpipe.batches import gather
 from syncpipe.compare import Comparison, compare
-from syncpipe.data import by_name, flatten, map_tensors, tensors_in, unflatten
+from syncpipe.data.batch_classes import batch_kind
+from syncpipe.data.batches import gather
+from syncpipe.data.trees import by_name, flatten, map_tensors, tensors_in, unflatten
 from syncpipe.layers.batchnorm import DeferredBatchNorm, MiniBatchStatistics, collect
 from syncpipe.layers.unpack import spread
 from syncpipe.runtime.errors import annotate

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from syncpipe import Pipe
-from syncpipe.data import tensors_in
+from syncpipe.data.trees import tensors_in
 from tests.layers.conversion.models import Dense, ResNet, Transformer, tokens
 from tests.support.models import cut
 from tests.support.training import size_of

@@ -17,7 +17,7 @@ from torch.nn import functional as F
 from syncpipe import LayerSpec
 from syncpipe.balance import DeviceSpec, Profile, estimated, profile
 from syncpipe.balance.estimate import AsOnGPU
-from syncpipe.data import map_tensors
+from syncpipe.data.trees import map_tensors
 from syncpipe.skip import pop, skippable
 from syncpipe.skip.store import use_store
 from syncpipe.storage import clones

@@ -13,7 +13,7 @@ from torch.testing import assert_close
 
 import syncpipe
 from syncpipe import Pipe, RepeatingLoader, sequential, verify
-from syncpipe.batches import gather, scatter
+from syncpipe.data.batches import gather, scatter
 from syncpipe.layers.conversion.sequential import Converted
 
 

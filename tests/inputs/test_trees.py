@@ -21,8 +21,8 @@ from torch.utils import _pytree as pytree
 from torch.utils.data import DataLoader, TensorDataset
 
 from syncpipe import NoChunk, Pipe, inline
-from syncpipe.batches import gather, scatter
-from syncpipe.data import leaf_names
+from syncpipe.data.batches import gather, scatter
+from syncpipe.data.trees import leaf_names
 from tests.support.models import CHECKPOINT_MODES, linear_model
 from tests.support.running import Do, pipe_of
 from tests.support.training import assert_trains_as, weigh

@@ -18,7 +18,7 @@ import pytest
 import torch
 from torch import nn
 
-import syncpipe.pipe
+import syncpipe.pipe.pipe
 from syncpipe.runtime.worker import FREE_THREADED
 from tests.conftest import our_threads
 from tests.support.models import in_turn
@@ -169,8 +169,8 @@ def test_a_fork_while_another_thread_is_in_the_middle_of_a_call(where, monkeypat
         wait(None)
         return built(*args)
 
-    built = syncpipe.pipe.Pipeline
-    monkeypatch.setattr(syncpipe.pipe, "Pipeline", build)
+    built = syncpipe.pipe.pipe.Pipeline
+    monkeypatch.setattr(syncpipe.pipe.pipe, "Pipeline", build)
     waiting = nn.Sequential(nn.BatchNorm1d(4), Do(wait), nn.Dropout())
     pipe, x = (
         pipe_of(nn.Sequential(waiting, nn.Linear(4, 4)), checkpoint="always"),

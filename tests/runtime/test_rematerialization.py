@@ -17,7 +17,7 @@ from torch.nn.utils import spectral_norm as old_spectral_norm
 from torch.nn.utils.parametrizations import spectral_norm
 
 from syncpipe import Pipe, Selective, is_recomputing
-from syncpipe.data import tensors_in
+from syncpipe.data.trees import tensors_in
 from syncpipe.skip import pop, skippable, stash
 from tests.support.models import in_turn
 from tests.support.running import (

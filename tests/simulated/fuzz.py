@@ -18,7 +18,7 @@ from unittest import mock
 import torch
 from torch import Tensor
 
-from syncpipe.data import map_tensors, tensors_in
+from syncpipe.data.trees import map_tensors, tensors_in
 from syncpipe.runtime import offload
 from syncpipe.runtime.worker import Worker
 from tests import simulated

@@ -34,7 +34,7 @@ import torch
 from torch import Tensor, fx, nn
 from torch.fx.graph import _custom_builtins
 
-from syncpipe.data import map_tensors, tensors_in
+from syncpipe.data.trees import map_tensors, tensors_in
 from syncpipe.layers.conversion.origin import Origin
 from syncpipe.layers.conversion.signature import Signature
 from syncpipe.layers.conversion.trace import DEVICE, Function, Tracer

@@ -28,9 +28,9 @@ from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.parameter import is_lazy
 from torch.utils.checkpoint import CheckpointFunction
 
-from syncpipe.batch_classes import batch_kind, repeated_batch
 from syncpipe.compare import Comparison, compare
-from syncpipe.data import by_name, described, flatten, leaf_names, tensors_in
+from syncpipe.data.batch_classes import batch_kind, repeated_batch
+from syncpipe.data.trees import by_name, described, flatten, leaf_names, tensors_in
 from syncpipe.layers.conversion.layer import ModelNames, layers_of
 from syncpipe.layers.conversion.origin import CALL_HOOKS, Origin, Read
 from syncpipe.layers.conversion.signature import Signature, call_input, shape_of

@@ -17,9 +17,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from syncpipe.batch_classes import batch_kind, samples_of
-from syncpipe.data import by_name, described, equal, flatten, map_tensors, unflatten
-from syncpipe.uncut import NoChunk, hidden_tensor, to_cut, without_no_chunk
+from syncpipe.data.batch_classes import batch_kind, samples_of
+from syncpipe.data.trees import by_name, described, equal, flatten, map_tensors, unflatten
+from syncpipe.data.uncut import NoChunk, hidden_tensor, to_cut, without_no_chunk
 
 __all__ = [
     "Signature", "batch_input", "call_arguments", "call_input", "common_outputs",

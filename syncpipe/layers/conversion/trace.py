@@ -31,8 +31,8 @@ from torch.nn.modules import transformer
 from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import CheckpointFunction
 
-from syncpipe.batch_classes import batch_kind
-from syncpipe.data import entries, equal, flatten, tensors_in
+from syncpipe.data.batch_classes import batch_kind
+from syncpipe.data.trees import entries, equal, flatten, tensors_in
 from syncpipe.layers.conversion.origin import MISSING, PLAIN, Read, alike, attribute
 from syncpipe.layers.conversion.signature import is_input
 from syncpipe.runtime.interrupts import Patches

@@ -30,7 +30,7 @@ from torch.testing import assert_close
 
 from benchmarks.converted import MODELS, compared, without_dropout
 from syncpipe import NoChunk, Pipe, sequential, verify
-from syncpipe.data import tensors_in
+from syncpipe.data.trees import tensors_in
 from tests.layers.conversion.models import (
     CASES,
     Backwards,

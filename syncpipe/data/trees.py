@@ -19,7 +19,7 @@ from typing import Any
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from syncpipe.batch_classes import LEAVES, batch_kind, samples_of
+from syncpipe.data.batch_classes import LEAVES, batch_kind, samples_of
 
 
 @dataclass(frozen=True)

@@ -15,8 +15,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.weak import WeakIdKeyDictionary
 
-from syncpipe.container import Container, building
-from syncpipe.data import tensors_in
+from syncpipe.data.trees import tensors_in
 from syncpipe.hints import refuse_backward, target_hint, with_hints
 from syncpipe.layers.batchnorm import defer_batch_norm
 from syncpipe.layers.conversion.sequential import HOOKS
@@ -25,7 +24,6 @@ from syncpipe.layers.listing import Initialization, Layers, as_sequential
 from syncpipe.layers.placement import check_input, own_call
 from syncpipe.layers.time_first import watch_time_first
 from syncpipe.layers.unpack import unpacks
-from syncpipe.layout import first_layout
 from syncpipe.options import (
     check_flags,
     check_slots,
@@ -34,6 +32,8 @@ from syncpipe.options import (
     checked_replicas,
     checked_schedule,
 )
+from syncpipe.pipe.container import Container, building
+from syncpipe.pipe.layout import first_layout
 from syncpipe.runtime.thread_state import INLINE, restoring_thread, uncompiled
 from syncpipe.schedules.named import ScheduleLike
 from syncpipe.schedules.stream import Versions

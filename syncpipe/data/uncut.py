@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader, Dataset, Sampler
 
-from syncpipe.batch_classes import batch_kind, shares
-from syncpipe.data import (
+from syncpipe.data.batch_classes import batch_kind, shares
+from syncpipe.data.trees import (
     Structure,
     attributes_of,
     by_name,

@@ -18,7 +18,6 @@ from syncpipe.layers.conversion.layer import Holder, ModelNames
 from syncpipe.layers.listing import Layer, LayerSpec, as_layer
 from syncpipe.layers.placement import check_devices, moves
 from syncpipe.layers.state_dict_keys import translate_keys
-from syncpipe.layout import Layout, same_layers
 from syncpipe.options import (
     checked_chunks,
     checked_modes,
@@ -26,6 +25,7 @@ from syncpipe.options import (
     checked_schedule,
     slots_of,
 )
+from syncpipe.pipe.layout import Layout, same_layers
 from syncpipe.planner.auto import auto
 from syncpipe.runtime.interrupts import forkable_lock
 from syncpipe.schedules.named import ScheduleLike, schedule_label

@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from syncpipe.batch_classes import batch_kind, cut_batch, join_batches, samples_of, shares
-from syncpipe.data import described, equal, flatten, leaf_names, unflatten
-from syncpipe.uncut import cannot_scatter, refuse_uncut, without_no_chunk
+from syncpipe.data.batch_classes import batch_kind, cut_batch, join_batches, samples_of, shares
+from syncpipe.data.trees import described, equal, flatten, leaf_names, unflatten
+from syncpipe.data.uncut import cannot_scatter, refuse_uncut, without_no_chunk
 
 
 def _pieces(leaf: Any, chunks: int, m: int) -> Sequence[Any]:

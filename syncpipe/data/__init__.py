@@ -1,0 +1,1 @@
+"""What a pipe is given: trees of tensors, and how they are cut into micro-batches."""
