@@ -14,8 +14,8 @@ from syncpipe import Pipe
 from syncpipe.training.extensions import BACKWARD
 
 
-def compressed(task: Any, j: int, inner: Any) -> Any:
-    """Around the backward of stage ``j``; asked once for each call."""
+def compressed(task: Any, r: int, inner: Any) -> Any:
+    """Around the backward of stage ``r``; asked once for each call."""
     if len(task.call.pipeline.stages) == 1:
         return inner
 

@@ -4,8 +4,8 @@
     bind     steps x a call      ->  one function for each kind of action and stage
     run      for each step:          put(sends, run(i, take(needs)))
 
-At run time each replica has an index. Index ``j < n`` is the first replica of stage ``j``; the
-other replicas follow, stage by stage.
+At run time each replica has an index ``r``. Index ``j < n`` is the first replica of stage ``j``;
+the other replicas follow, stage by stage.
 """
 
 from __future__ import annotations
@@ -45,8 +45,8 @@ class Step(NamedTuple):
 
     @property
     def action(self) -> Action:
-        kind, j = self.key
-        return Action(kind, self.i, j)
+        kind, r = self.key
+        return Action(kind, self.i, r)
 
 
 @dataclass(frozen=True, eq=False)
@@ -60,9 +60,9 @@ class Steps:
         """The keys of all functions to bind."""
         return tuple({step.key: None for steps in self.rows for step in steps})
 
-    def backwards(self, j: int) -> list[int]:
+    def backwards(self, r: int) -> list[int]:
         """The micro-batches of a replica in the order of their backwards."""
-        steps = (step for row in self.rows for step in row if step.key[1] == j)
+        steps = (step for row in self.rows for step in row if step.key[1] == r)
         return [step.i for step in steps if KINDS[step.key[0]].sends == "gradient"]
 
     @cached_property

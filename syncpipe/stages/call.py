@@ -88,7 +88,7 @@ class MiniBatch:
 class Call(MiniBatch):
     """One mini-batch in a pipeline; made on the caller's thread.
 
-    Here and in the drivers, ``j`` is an index in ``pipeline.stages``, and in all lists with an
+    Here and in the drivers, ``r`` is an index in ``pipeline.stages``, and in all lists with an
     entry per stage. With ``graph``, a node of the caller's graph returns the captured gradients.
 
     Attributes:
@@ -203,12 +203,12 @@ class Call(MiniBatch):
             for streams, caller in zip(self.worker_streams, self._caller_streams, strict=True):
                 caller.wait_for(streams)
 
-    def bind_streams(self, run: Run, kind: Kind, j: int) -> Run:
-        """Wraps ``run``, which runs the actions of one kind on stage ``j``, to use the stage's
+    def bind_streams(self, run: Run, kind: Kind, r: int) -> Run:
+        """Wraps ``run``, which runs the actions of one kind on stage ``r``, to use the stage's
         streams and record a trace. ``run`` takes a list of :class:`Message`."""
-        streams, recorder, stage = self.streams_of[j], self.recorder, self.pipeline.stages[j].j
+        streams, recorder, stage = self.streams_of[r], self.recorder, self.pipeline.stages[r].j
         for part in self.parts:
-            run = part.around(kind, j, run)
+            run = part.around(kind, r, run)
         if streams.backend is None and recorder is None:
             return run
 
@@ -249,11 +249,11 @@ class Call(MiniBatch):
         return found
 
     def to_stage(
-        self, tree: Any, j: int, after: Mapping[torch.device, EntryEvent] | None = None
+        self, tree: Any, r: int, after: Mapping[torch.device, EntryEvent] | None = None
     ) -> Any:
-        """A tree from outside the pipeline, on the device of stage ``j``; called on its worker.
+        """A tree from outside the pipeline, on the device of stage ``r``; called on its worker.
         ``after`` has the events at which the tree is ready; None: it came with the call."""
-        streams, after = self.streams_of[j], self._entry_events if after is None else after
+        streams, after = self.streams_of[r], self._entry_events if after is None else after
         return map_tensors(lambda tensors: [self._bring(t, streams, after) for t in tensors], tree)
 
     def _bring(
@@ -279,11 +279,11 @@ class Call(MiniBatch):
             stack.enter_context(caller.active())
         return stack
 
-    def release_to_caller(self, j: int, tree: Any) -> None:
-        """Keeps the memory of a result of stage ``j`` until the caller's stream has used it."""
-        streams = self.streams_of[j]
+    def release_to_caller(self, r: int, tree: Any) -> None:
+        """Keeps the memory of a result of stage ``r`` until the caller's stream has used it."""
+        streams = self.streams_of[r]
         if streams.backend is not None:
-            self.caller_streams_of[j].record_on_stream(tensors_in(tree), streams)
+            self.caller_streams_of[r].record_on_stream(tensors_in(tree), streams)
 
     def collect_outputs(self, values: list[Any]) -> list[Any]:
         """The last stage's outputs (trees, one per micro-batch) on one device, for the caller."""
@@ -293,14 +293,14 @@ class Call(MiniBatch):
             return values
         target, found = self.streams_of[results], []
         for i, value in enumerate(values):
-            j = indices[i % len(indices)]
-            source = self.streams_of[j]
+            r = indices[i % len(indices)]
+            source = self.streams_of[r]
             if not same_memory(source.device, target.device):
                 value, event = send_tree(source, target, value)
                 target.receive(event, tensors_in(value))
-                self.caller_streams_of[j].wait_for(source)  # an output may be an input
-                j = results
-            self.release_to_caller(j, value)
+                self.caller_streams_of[r].wait_for(source)  # an output may be an input
+                r = results
+            self.release_to_caller(r, value)
             found.append(value)
         self.caller_streams_of[results].wait_for(target)
         return found

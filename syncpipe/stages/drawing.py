@@ -165,10 +165,10 @@ class Drawing:
         return self.run.locked(seeded)  # locks of stages come before those of generators
 
 
-def seeded(task: Any, j: int, inner: Any) -> Any:
+def seeded(task: Any, r: int, inner: Any) -> Any:
     """Seeds the backward of the cells of a stage, if it may draw."""
-    own = task.call.runs[j].drawing
-    if not own.may_draw and own.stage.backward_is_deterministic and not task.last[j]:
+    own = task.call.runs[r].drawing
+    if not own.may_draw and own.stage.backward_is_deterministic and not task.last[r]:
         return inner  # no layer can draw in its backward; on the last stage the loss may
 
     def outer(i: int, cell: Any, grads: list[Any]) -> Any:

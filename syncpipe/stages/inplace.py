@@ -34,10 +34,10 @@ from syncpipe.storage import clones, overlap, place_of, storage_of, storage_user
 SHARED, BORROWED, TARGET = 1, 2, 4
 
 
-def in_place(task: Any, j: int, inner: Any) -> Any:
+def in_place(task: Any, r: int, inner: Any) -> Any:
     """Passes ownership flags from the inputs of a cell to the outputs that it sends."""
-    call, run, first, last = task.call, task.call.runs[j], task.first[j], task.last[j]
-    recomputed, changes = call.rematerialized[j], run.stage.changes
+    call, run, first, last = task.call, task.call.runs[r], task.first[r], task.last[r]
+    recomputed, changes = call.rematerialized[r], run.stage.changes
     if last and not first:
         return inner
 

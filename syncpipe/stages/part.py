@@ -13,7 +13,7 @@ class Part:
     def begin(self, steps: Steps) -> None:
         """Before a program runs, the forward half or the backward half of a call."""
 
-    def around(self, kind: Kind, j: int, run: Run) -> Run:
+    def around(self, kind: Kind, r: int, run: Run) -> Run:
         """Wraps the function that runs one kind of action on a stage."""
         return run
 

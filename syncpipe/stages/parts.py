@@ -20,20 +20,20 @@ class Offloading(Part):
     """The stages whose stored tensors wait for their backward in host memory."""
 
     def __init__(self, call: Any, stages: list[int]) -> None:
-        self._m, self._offloads = call.m, {j: self._offload(call, j) for j in stages}
+        self._m, self._offloads = call.m, {r: self._offload(call, r) for r in stages}
 
-    def _offload(self, call: Any, j: int) -> Offload:
-        worker: Worker = call.pipeline.workers[call.pipeline.worker_of[j]]
-        partition = call.pipeline.stages[j].partition
+    def _offload(self, call: Any, r: int) -> Offload:
+        worker: Worker = call.pipeline.workers[call.pipeline.worker_of[r]]
+        partition = call.pipeline.stages[r].partition
         own = chain(partition.parameters(), partition.buffers())
-        return Offload(call.streams_of[j], *worker.host_streams(), own)
+        return Offload(call.streams_of[r], *worker.host_streams(), own)
 
     def begin(self, steps: Steps) -> None:
-        for j, offload in self._offloads.items():
-            offload.set_backward_order(steps.backwards(j) or range(self._m)[::-1])
+        for r, offload in self._offloads.items():
+            offload.set_backward_order(steps.backwards(r) or range(self._m)[::-1])
 
-    def around(self, kind: Kind, j: int, run: Run) -> Run:
-        offload = self._offloads.get(j)
+    def around(self, kind: Kind, r: int, run: Run) -> Run:
+        offload = self._offloads.get(r)
         return run if offload is None or kind != "forward" else offload.wrap_forward(run)
 
     def end(self) -> None:
@@ -42,8 +42,8 @@ class Offloading(Part):
 
 
 def offload(call: Any) -> None:
-    accelerated = [j for j, streams in enumerate(call.streams_of) if streams.backend is not None]
-    if stages := [j for j in accelerated if call.modes[j] == "offload"]:
+    accelerated = [r for r, streams in enumerate(call.streams_of) if streams.backend is not None]
+    if stages := [r for r in accelerated if call.modes[r] == "offload"]:
         call.parts.append(Offloading(call, stages))
 
 

@@ -270,7 +270,7 @@ def share(call: Any) -> None:
         call.parts.append(CallReplicas(call, substitute_of))
     shallow: dict[Any, Any] = {}
     if any(substitute_of):
-        watched = [j for j, own in enumerate(substitute_of) if own and _is_watched(call, j)]
+        watched = [r for r, own in enumerate(substitute_of) if own and _is_watched(call, r)]
         shallow = pipeline.shared.copies_of_modules(ties, call.runs, watched)
     for run, own in zip(call.runs, substitute_of, strict=True):
         if own or run.stage in shallow:
@@ -291,16 +291,16 @@ def _substitute_hooked(call: Any, substitute_of: list[dict[int, Tensor]]) -> Non
                     call.original_of[id(leaf)] = tensor
 
 
-def _is_watched(call: Any, j: int) -> bool:
+def _is_watched(call: Any, r: int) -> bool:
     """Whether other threads may look at the modules of a stage while its cells run.
 
     Concurrent callers may, so modules are copied if they can be. Otherwise only the loss function
     counts, which runs on the last stage's worker.
     """
     worker_of, n = call.pipeline.worker_of, call.pipeline.n
-    if not any(map(has_own_forward, call.runs[j].partition.modules())):
+    if not any(map(has_own_forward, call.runs[r].partition.modules())):
         return True
-    return bool(worker_of[j] != worker_of[n - 1]) and not (call.graph or call.inline)
+    return bool(worker_of[r] != worker_of[n - 1]) and not (call.graph or call.inline)
 
 
 class CallTies(Part):

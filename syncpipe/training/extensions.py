@@ -20,16 +20,16 @@ from syncpipe.training.shared import reduce, tied
 from syncpipe.training.weight_gradients import accumulate, split
 
 
-def inspected(task: Any, j: int, inner: Any) -> Any:
+def inspected(task: Any, r: int, inner: Any) -> Any:
     """Lets the leaves inspect the graph of each cell after its forward, if they do."""
-    return inner if task.leaves is None else task.leaves.around_forward(j, inner)
+    return inner if task.leaves is None else task.leaves.around_forward(r, inner)
 
 
-def profiled(task: Any, j: int, inner: Any) -> Any:
+def profiled(task: Any, r: int, inner: Any) -> Any:
     """Marks a backward as a range of an active profiler."""
     if not profiler._is_profiler_enabled:
         return inner
-    name = f"syncpipe backward stage {j} micro-batch"
+    name = f"syncpipe backward stage {task.call.pipeline.stages[r].j} micro-batch"
     return lambda i, cell, grads: as_range(f"{name} {i}", inner, i, cell, grads)
 
 
@@ -40,7 +40,7 @@ FORWARD: list[Callable[[Any, int, Any], Any]] = [recomputed, inspected, in_place
 BACKWARD: list[Callable[[Any, int, Any], Any]] = [tied, split, profiled, seeded]
 #: Further kinds of action.
 ACTIONS: dict[str, Callable[[Any, int], Run]] = {
-    "recompute": lambda task, j: partial(recompute, task, j),
-    "backward_weight": lambda task, j: partial(accumulate, task, j),
-    "reduce": lambda task, j: partial(reduce, task, j),
+    "recompute": lambda task, r: partial(recompute, task, r),
+    "backward_weight": lambda task, r: partial(accumulate, task, r),
+    "reduce": lambda task, r: partial(reduce, task, r),
 }

@@ -87,12 +87,12 @@ class _Outputs:
         self.grads: list[list[Tensor | None]] = []  # of these tensors
         self.grads_ready: Any = None  # the event of all gradients
 
-    def take(self, j: int, i: int, output: Any, target: Any, cell: Cell) -> None:
+    def take(self, r: int, i: int, output: Any, target: Any, cell: Cell) -> None:
         self.outputs[i], self.flags[i] = cell.detach_output(output)
 
-    def go_back(self, j: int, i: int, cell: Cell) -> list[list[Tensor | None]]:
+    def go_back(self, r: int, i: int, cell: Cell) -> list[list[Tensor | None]]:
         grads, self.grads[i] = self.grads[i], []
-        return [self._call.to_stage(grads, j, self.grads_ready)]
+        return [self._call.to_stage(grads, r, self.grads_ready)]
 
 
 class Captured(Leaves):
@@ -131,24 +131,24 @@ class Captured(Leaves):
         self._sums: list[dict[int, Tensor]] = []
         self._own_sums: list[set[int]] = []  # id(leaf), if its sum shares memory with no tensor
 
-    def around_forward(self, j: int, inner: Any) -> Any:
+    def around_forward(self, r: int, inner: Any) -> Any:
         def outer(i: int, cell: Cell, inputs: Any) -> Any:
             outputs = inner(i, cell, inputs)
             nodes = []
             for end in tensors_in(outputs):
                 if end.requires_grad:
                     nodes.append(end.grad_fn or get_gradient_edge(end).node)  # of a leaf
-            if new := self.unknown_leaves(j, nodes, cell.cut):
-                self._adopt(j, new)
+            if new := self.unknown_leaves(r, nodes, cell.cut):
+                self._adopt(r, new)
             return outputs
 
         return outer
 
-    def _adopt(self, j: int, new: list[Tensor]) -> None:
-        """Notes leaves that stage ``j`` uses, and that are of no module."""
+    def _adopt(self, r: int, new: list[Tensor]) -> None:
+        """Notes leaves that stage ``r`` uses, and that are of no module."""
         for leaf in new:
             if leaf._backward_hooks:
-                stage = self._call.pipeline.stages[j]
+                stage = self._call.pipeline.stages[r]
                 what, way = "is no parameter of its layers", "Make it one"
                 if any(leaf is tensor for tensor in _tensors_of(stage.partition)):
                     what, way = "was made in this call", "Call pipe(x) once under no_grad()"
@@ -157,31 +157,31 @@ class Captured(Leaves):
                     f"{stage.describe(0)}, and {what}: its hooks would run once for each "
                     f"micro-batch. {way}, or use syncpipe.inline(graph=True)"
                 )
-            self._other_leaves[j][id(leaf)] = leaf
+            self._other_leaves[r][id(leaf)] = leaf
 
     def _find_receivers(self) -> None:
         """Lists the tensors that get gradients; hooks of tensors that no cell used do not run."""
         call, n, replicas = self._call, self._call.pipeline.n, self._call.part(CallReplicas)
         receivers: dict[int, tuple[Tensor, list[tuple[int, Tensor]]]] = {}
-        for j, stage in enumerate(call.pipeline.stages):
-            substitute_of, own = call.runs[j].substitute_of, dict(self._other_leaves[j])
-            if j >= n:
+        for r, stage in enumerate(call.pipeline.stages):
+            substitute_of, own = call.runs[r].substitute_of, dict(self._other_leaves[r])
+            if r >= n:
                 assert replicas is not None
-                self._captured[j] = [*own.values(), *replicas.trained[j]]
+                self._captured[r] = [*own.values(), *replicas.trained[r]]
             else:
-                foreign = call.owned_elsewhere[j]
+                foreign = call.owned_elsewhere[r]
                 own |= {id(t): t for t in _tensors_of(stage.partition) if id(t) not in foreign}
                 for module in modules_of(stage.partition):
                     self._swaps += [(module._parameters, *p) for p in module._parameters.items()]
             for tensor in own.values():
                 if tensor.requires_grad:
-                    found = id(tensor) in self._other_leaves[j]
+                    found = id(tensor) in self._other_leaves[r]
                     leaf = tensor if found else substitute_of.get(id(tensor), tensor)
                     tensor = call.original_of.get(id(tensor), tensor)
-                    receivers.setdefault(id(tensor), (tensor, []))[1].append((j, leaf))
-                    if j < n:
-                        self._captured[j].append(leaf)
-            self._captured[j] += call.extra_leaves[j]
+                    receivers.setdefault(id(tensor), (tensor, []))[1].append((r, leaf))
+                    if r < n:
+                        self._captured[r].append(leaf)
+            self._captured[r] += call.extra_leaves[r]
         if not any(self.nested_backward):  # else graphs do not show all leaves
             leaves = [
                 *chain(*self._other_leaves),
@@ -269,10 +269,10 @@ class Captured(Leaves):
             found = torch.autograd.grad(roots, inputs, given, create_graph=True, allow_unused=True)
         return list(found)
 
-    def go_back(self, j: int, roots: Sequence[Any], grads: Sequence[Tensor], cell: Cell) -> None:
-        own, streams = self._captured[j], self._call.streams_of[j]
+    def go_back(self, r: int, roots: Sequence[Any], grads: Sequence[Tensor], cell: Cell) -> None:
+        own, streams = self._captured[r], self._call.streams_of[r]
         found: Sequence[Tensor | None]
-        if self.nested_backward[j]:
+        if self.nested_backward[r]:
             found = self._capture_in_grad(own, roots, grads)
         else:
             found = captured_grads(roots, grads, (*own, ANCHOR), keep=self._retain_graph)[:-1]
@@ -282,7 +282,7 @@ class Captured(Leaves):
             for grad in found:
                 if grad is not None:
                     streams.backend.keep(grad, streams.compute)
-        self.add(j, own, found)
+        self.add(r, own, found)
 
     def _capture_in_grad(self, own: list[Tensor], roots: Any, grads: Any) -> list[Tensor | None]:
         """Reads gradients from ``.grad``, because a layer runs a backward inside its own."""
@@ -296,14 +296,14 @@ class Captured(Leaves):
 
         return run_and_undo(run, map(setattr, own, repeat("grad"), before))
 
-    def pop_grads(self, j: int, leaves: Sequence[Tensor]) -> list[Tensor | None]:
-        self._own_sums[j].difference_update(map(id, leaves))
-        return [self._sums[j].pop(id(leaf), None) for leaf in leaves]
+    def pop_grads(self, r: int, leaves: Sequence[Tensor]) -> list[Tensor | None]:
+        self._own_sums[r].difference_update(map(id, leaves))
+        return [self._sums[r].pop(id(leaf), None) for leaf in leaves]
 
-    def add(self, j: int, leaves: Sequence[Tensor], grads: Sequence[Tensor | None]) -> None:
+    def add(self, r: int, leaves: Sequence[Tensor], grads: Sequence[Tensor | None]) -> None:
         # A first gradient is never added to in place: in `x + p` it is also the gradient of x,
         # which another stage may still read.
-        sums, summed = self._sums[j], self._own_sums[j]
+        sums, summed = self._sums[r], self._own_sums[r]
         into: list[Tensor] = []
         added: list[Tensor] = []
         for leaf, grad in zip(leaves, grads, strict=True):
@@ -325,13 +325,13 @@ class Captured(Leaves):
                 torch._foreach_add_(into, added)
 
     def sums(self) -> list[Tensor | None]:
-        for j, sums in enumerate(self._sums):
-            self._call.release_to_caller(j, list(sums.values()))
+        for r, sums in enumerate(self._sums):
+            self._call.release_to_caller(r, list(sums.values()))
         found: list[Tensor | None] = []
         for _, places in self._receivers:
             total = None
-            for j, leaf in reversed(places):
-                part = self._sums[j].pop(id(leaf), None)
+            for r, leaf in reversed(places):
+                part = self._sums[r].pop(id(leaf), None)
                 if part is not None:
                     total = part if total is None else _sum(total, part)
             if total is not None and type(total) is Tensor and storage_users(total) > 1:

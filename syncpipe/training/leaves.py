@@ -40,13 +40,13 @@ class Leaves:
         self.nested_backward = [False for _ in self._known]  # by layers, inside their backward
         self._plain = set[type]()  # kinds of nodes that need no look
 
-    def around_forward(self, j: int, inner: Any) -> Any:
+    def around_forward(self, r: int, inner: Any) -> Any:
         """Wraps what runs the layers of cells, to look at their graphs."""
         return inner
 
-    def unknown_leaves(self, j: int, nodes: Iterable[Any], *cuts: Any) -> list[Tensor]:
+    def unknown_leaves(self, r: int, nodes: Iterable[Any], *cuts: Any) -> list[Tensor]:
         """The unknown leaves of the graph of ``nodes``; RuntimeError if it has other ``cuts``."""
-        known, nodes_known, plain = self._known[j], self._known_nodes[j], self._plain
+        known, nodes_known, plain = self._known[r], self._known_nodes[r], self._plain
         new = []
         for node in nodes_of(nodes, nodes_known):
             kind = type(node)
@@ -61,7 +61,7 @@ class Leaves:
                 if node.apply.__self__ not in cuts:
                     raise RuntimeError(FOREIGN)
             elif kind.__name__ == "CheckpointFunctionBackward":  # use_reentrant=True
-                self.nested_backward[j] = True
+                self.nested_backward[r] = True
             else:
                 plain.add(kind)
         return new
@@ -81,23 +81,23 @@ class Accumulated(Leaves):
     def __init__(self, call: Call, known: Any = None) -> None:
         stages, self._worker_of = call.pipeline.stages, call.pipeline.worker_of
         own: list[list[Tensor]] = known or [_parameters_of(s.partition) for s in stages]
-        for j, elsewhere in enumerate(call.owned_elsewhere):
+        for r, elsewhere in enumerate(call.owned_elsewhere):
             if elsewhere:
-                own[j] = [p for p in own[j] if id(p) not in elsewhere]
+                own[r] = [p for p in own[r] if id(p) not in elsewhere]
         super().__init__(call, map(chain, own, call.extra_leaves))
         self.parameters = own
         #: For each leaf its gradient before the call, and a copy of it.
         self._grads_before: dict[Tensor, tuple[Tensor | None, Tensor | None]] = {}
         self._owner: dict[int, tuple[Tensor, int]] = {}  # id(leaf) -> leaf, its first stage
         self.awaiting_grad: list[list[Tensor]] = [[] for _ in stages]
-        for j, parameters in enumerate(own):
-            self.expect_first_grads(j)
+        for r, parameters in enumerate(own):
+            self.expect_first_grads(r)
             for parameter in parameters:
-                self._owner.setdefault(id(parameter), (parameter, j))
+                self._owner.setdefault(id(parameter), (parameter, r))
         self.register(chain(*own))
 
-    def expect_first_grads(self, j: int) -> None:
-        self.awaiting_grad[j] = _without_grad(self.parameters[j])
+    def expect_first_grads(self, r: int) -> None:
+        self.awaiting_grad[r] = _without_grad(self.parameters[r])
 
     def register(self, leaves: Iterable[Tensor]) -> None:
         """Saves the gradients of leaves; call before the first backward that reaches them."""
@@ -129,59 +129,59 @@ class Accumulated(Leaves):
                 else:
                     grad.sub_(before).mul_(here).add_(before)
 
-    def adopt(self, j: int, new: list[Tensor]) -> None:
-        """Makes ``new`` leaves of stage ``j`` known; call it before the backward of their graph.
+    def adopt(self, r: int, new: list[Tensor]) -> None:
+        """Makes ``new`` leaves of stage ``r`` known; call it before the backward of their graph.
 
         Raises RuntimeError if another worker adds to their gradients.
         """
         for leaf in new:
             # Nothing would read the gradient of a leaf that stands for another: refused, too.
             original = self._call.original_of.get(id(leaf), leaf)
-            _, owner = self._owner.setdefault(id(original), (original, j))  # atomic
-            if original is not leaf or self._worker_of[owner] != self._worker_of[j]:
-                raise RuntimeError(self._shared_message(original, owner, j))
+            _, owner = self._owner.setdefault(id(original), (original, r))  # atomic
+            if original is not leaf or self._worker_of[owner] != self._worker_of[r]:
+                raise RuntimeError(self._shared_message(original, owner, r))
         self.register(new)
-        self._call.release_to_caller(j, list(map(self.grad_before, new)))
-        self.awaiting_grad[j] += _without_grad(new)
-        self._known[j].update(map(id, new))
+        self._call.release_to_caller(r, list(map(self.grad_before, new)))
+        self.awaiting_grad[r] += _without_grad(new)
+        self._known[r].update(map(id, new))
 
-    def own_first_grads(self, j: int) -> None:
+    def own_first_grads(self, r: int) -> None:
         """Copies first gradients that share memory with other tensors; call after a backward.
 
         In ``x + p.view(...)`` both gradients do, and the next micro-batch would add in place to the
         gradient of ``x``, which is on its way to another stage, or waits for its weight half.
         """
-        fresh = self.awaiting_grad[j]
+        fresh = self.awaiting_grad[r]
         for leaf in fresh:
             if type(leaf.grad) is Tensor and storage_users(leaf.grad) > 1:
                 leaf.grad = leaf.grad.clone()
         rest = [leaf for leaf in fresh if leaf.grad is None]
         if len(rest) < len(fresh):
-            self._call.release_to_caller(j, [leaf.grad for leaf in fresh])
-            self.awaiting_grad[j] = rest
+            self._call.release_to_caller(r, [leaf.grad for leaf in fresh])
+            self.awaiting_grad[r] = rest
 
     def go_back(
-        self, j: int, roots: Sequence[Any], grads: Sequence[Tensor], cell: Cell, *cuts: Any
+        self, r: int, roots: Sequence[Any], grads: Sequence[Tensor], cell: Cell, *cuts: Any
     ) -> None:
-        """Backward through a graph of a cell of stage ``j``, from ``roots`` to ``cuts``."""
-        new = self.unknown_leaves(j, map(_node_of, roots), *(cuts or (cell.cut,)))
+        """Backward through a graph of a cell of stage ``r``, from ``roots`` to ``cuts``."""
+        new = self.unknown_leaves(r, map(_node_of, roots), *(cuts or (cell.cut,)))
         if new:
-            self.adopt(j, new)
+            self.adopt(r, new)
         cell.run_backward(roots, grads)
 
-    def pop_grads(self, j: int, leaves: Sequence[Tensor]) -> list[Tensor | None]:
+    def pop_grads(self, r: int, leaves: Sequence[Tensor]) -> list[Tensor | None]:
         """Takes the gradients from leaves that are copies of others."""
         grads = [leaf.grad for leaf in leaves]
         for leaf in leaves:
             leaf.grad = None
         return grads
 
-    def add(self, j: int, leaves: Sequence[Tensor], grads: Sequence[Tensor | None]) -> None:
+    def add(self, r: int, leaves: Sequence[Tensor], grads: Sequence[Tensor | None]) -> None:
         pairs = [(leaf, grad) for leaf, grad in zip(leaves, grads, strict=True) if grad is not None]
         if pairs:
             go_back([get_gradient_edge(leaf) for leaf, _ in pairs], [grad for _, grad in pairs])
             pairs.clear()
-            self.own_first_grads(j)
+            self.own_first_grads(r)
 
     def others(self) -> list[Tensor]:
         """The leaves that are no parameters, stage by stage, in the order of their discovery."""
@@ -191,10 +191,10 @@ class Accumulated(Leaves):
 
     def _shared_message(self, leaf: Tensor, *users: int) -> str:
         pipeline, named = self._call.pipeline, []
-        for j in sorted(users):
-            stage = pipeline.stages[j]
+        for r in sorted(users):
+            stage = pipeline.stages[r]
             loss = " or loss_fn" if stage.j == pipeline.n - 1 else ""
-            device = pipeline.workers[self._worker_of[j]].device
+            device = pipeline.workers[self._worker_of[r]].device
             named.append(f"stage {stage.j} ({stage.layer_range}{loss}, on {device})")
         return (
             f"{described(leaf)}, a tensor that requires grad, is used by {' and by '.join(named)}. "

@@ -270,20 +270,20 @@ class LossHead:
         self.draws: dict[int, int | None] = dict.fromkeys(call.pipeline.indices[-1], draws)
         #: For each worker a parameter that shows whether the loss function called backward().
         self._probes: dict[int, Tensor | None] = {
-            j: next((p for p in leaves.parameters[j] if p.requires_grad), None)
-            for j in (self.draws if leaves is not None else ())
+            r: next((p for p in leaves.parameters[r] if p.requires_grad), None)
+            for r in (self.draws if leaves is not None else ())
         }
         self.outputs: list[Any] | None = [None] * call.m if keep_outputs else None  # detached
         self.loss_requires_grad = False  # whether any loss does
 
-    def take(self, j: int, i: int, output: Any, target: Any, cell: Cell) -> None:
+    def take(self, r: int, i: int, output: Any, target: Any, cell: Cell) -> None:
         """Takes the output of a micro-batch, and gives its cell the root of backward."""
         if self.outputs is not None:
             self.outputs[i] = detached(output)
         if self._objective is not None:
             if self._call.state.grad:
                 output, target = self._begin_loss_graph(output, target, cell)
-            root, share = self._loss(j, i, (output, target))
+            root, share = self._loss(r, i, (output, target))
             if root.requires_grad:
                 self.loss_requires_grad = True
                 cell.root = ends_of(root)[0], torch.full_like(root, share)
@@ -303,30 +303,30 @@ class LossHead:
             cell.target_cut, target = cut_graph(target)
         return output, target
 
-    def _loss(self, j: int, i: int, given: tuple[Any, Any]) -> tuple[Tensor, float]:
+    def _loss(self, r: int, i: int, given: tuple[Any, Any]) -> tuple[Tensor, float]:
         objective = self._objective
         try:
-            if self.check is not None and j == self._call.pipeline.n - 1:
-                self._call.release_to_caller(j, self.check.keep(i, *given))
+            if self.check is not None and r == self._call.pipeline.n - 1:
+                self._call.release_to_caller(r, self.check.keep(i, *given))
             # A backward by loss_fn may reach no cut, so .grad of a parameter reveals it. (Its
             # version would not: that of a flat buffer counts other writes, too.)
-            before = None if (probe := self._probes.get(j)) is None else probe.grad
+            before = None if (probe := self._probes.get(r)) is None else probe.grad
             if probe is not None:
                 probe.grad = None
-            result, self.draws[j] = self._call.runs[j].drawing.loss(
-                i, objective.call, given, self.draws[j]
+            result, self.draws[r] = self._call.runs[r].drawing.loss(
+                i, objective.call, given, self.draws[r]
             )
             if probe is not None:
                 if probe.grad is not None:
                     raise RuntimeError(_BACKWARD)
                 probe.grad = before
-            if j not in self._weights_of and self._weights_at_start is not None:
-                self._weights_of[j] = self._call.to_stage(self._weights_at_start, j)
+            if r not in self._weights_of and self._weights_at_start is not None:
+                self._weights_of[r] = self._call.to_stage(self._weights_at_start, r)
             with self._lock:
                 root: tuple[Tensor, float] = objective.root_and_gradient(
-                    i, result, *given, self._weights_of.get(j)
+                    i, result, *given, self._weights_of.get(r)
                 )
-            self._call.release_to_caller(j, objective.records(i))
+            self._call.release_to_caller(r, objective.records(i))
             return root
         except BaseException as error:
             annotate(error, f"in loss_fn, micro-batch {i}")
@@ -334,12 +334,12 @@ class LossHead:
                 raise RuntimeError(_BACKWARD) from error
             raise
 
-    def go_back(self, j: int, i: int, cell: Cell) -> list[list[Tensor | None]]:
+    def go_back(self, r: int, i: int, cell: Cell) -> list[list[Tensor | None]]:
         """Backward of a loss and, if connected, of its cell; else returns gradients of outputs."""
         if cell.root is not None:
             (root, grad), cell.root = cell.root, None
             begin = cell.cut if cell.output_cut is None else cell.output_cut
             if not begin.open:
                 raise RuntimeError(_BACKWARD)
-            self._leaves.go_back(j, [root], [grad], cell, begin, cell.target_cut)
+            self._leaves.go_back(r, [root], [grad], cell, begin, cell.target_cut)
         return [] if cell.output_cut is None else [cell.output_cut.grads]

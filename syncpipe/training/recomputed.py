@@ -12,12 +12,12 @@ from syncpipe.training.cell import Cell, ends_of
 _requires_grad = attrgetter("requires_grad")
 
 
-def recomputed(task: Any, j: int, inner: Any) -> Any:
+def recomputed(task: Any, r: int, inner: Any) -> Any:
     """Runs the first micro-batches of a stage without storing."""
-    call, count = task.call, task.call.rematerialized[j]
+    call, count = task.call, task.call.rematerialized[r]
     if not count:
         return inner
-    forward = call.runs[j].recomputation.forward
+    forward = call.runs[r].recomputation.forward
 
     def outer(i: int, cell: Cell, inputs: Any) -> Any:
         if i >= count:
@@ -30,17 +30,17 @@ def recomputed(task: Any, j: int, inner: Any) -> Any:
     return outer
 
 
-def recompute(task: Any, j: int, i: int, messages: list[Any]) -> Sequence[Any]:
+def recompute(task: Any, r: int, i: int, messages: list[Any]) -> Sequence[Any]:
     """The action that runs a cell again."""
-    call, cell = task.call, task.cells[j][i]
+    call, cell = task.call, task.cells[r][i]
     recomputation, cell.recomputation = cell.recomputation, None
     if recomputation is None:
         return []
     given = cell.cut.enter(recomputation.inputs)
-    epoch, keep, run = call.user_code_epoch, task.keeps_graph, call.runs[j]
+    epoch, keep, run = call.user_code_epoch, task.keeps_graph, call.runs[r]
     output, skips = run.recompute(recomputation, given, epoch, keep=keep)
-    values = [task.head.graph_outputs(output)] if task.last[j] else []
-    for edge in call.outgoing[j]:
+    values = [task.head.graph_outputs(output)] if task.last[r] else []
+    for edge in call.outgoing[r]:
         values.append(output if edge.skip is None else skips[edge.skip])
     cell.ends = list(map(ends_of, values))
     if tuple(map(len, cell.ends)) != cell.expected_ends:

@@ -10,32 +10,32 @@ from syncpipe.stages.sharing import CallReplicas, CallTies
 from syncpipe.training.cell import Cell, Message, ends_of
 
 
-def reduce(task: Any, j: int, i: int, messages: list[Message]) -> Sequence[Message]:
+def reduce(task: Any, r: int, i: int, messages: list[Message]) -> Sequence[Message]:
     """Sends the gradients of a replica to the first one, which adds them to its own."""
-    trained = task.call.part(CallReplicas).trained[j]
+    trained = task.call.part(CallReplicas).trained[r]
     if i > 0:
-        grads = task.leaves.pop_grads(j, trained)
-        return [message_to(task.call, j, task.call.pipeline.stages[j].j, grads)]
+        grads = task.leaves.pop_grads(r, trained)
+        return [message_to(task.call, r, task.call.pipeline.stages[r].j, grads)]
     for message in messages:  # replica 1, 2, ...
-        task.leaves.add(j, trained, message.value)
+        task.leaves.add(r, trained, message.value)
     return []
 
 
-def message_to(call: Call, j: int, other: int, value: Any) -> Message:
+def message_to(call: Call, r: int, other: int, value: Any) -> Message:
     """A message from one replica to another."""
-    return Message(*send_tree(call.streams_of[j], call.streams_of[other], value))
+    return Message(*send_tree(call.streams_of[r], call.streams_of[other], value))
 
 
-def tied(task: Any, j: int, inner: Any) -> Any:
+def tied(task: Any, r: int, inner: Any) -> Any:
     """Adds gradients from later stages to those of the cell; takes those for earlier stages."""
     ties = task.call.part(CallTies)
-    if ties is None or not (ties.receivers[j] or ties.senders[j]):
+    if ties is None or not (ties.receivers[r] or ties.senders[r]):
         return inner
-    receivers, senders = ties.receivers[j], ties.senders[j]
+    receivers, senders = ties.receivers[r], ties.senders[r]
 
     def outer(i: int, cell: Cell, grads: list[Any]) -> list[Any]:
         cell.ends = [*cell.ends, *map(ends_of, receivers)]
         parts = inner(i, cell, grads)
-        return [*parts, *[task.leaves.pop_grads(j, leaves) for leaves in senders]]
+        return [*parts, *[task.leaves.pop_grads(r, leaves) for leaves in senders]]
 
     return outer

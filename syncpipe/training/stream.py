@@ -606,11 +606,12 @@ class _StreamLeaves(Accumulated):
         known = [list(chain.from_iterable(leaves)) for leaves in versions]
         super().__init__(call, known)
 
-    def adopt(self, j: int, new: list[Tensor]) -> None:
+    def adopt(self, r: int, new: list[Tensor]) -> None:
+        stage = self._call.pipeline.stages[r].j
         raise RuntimeError(
-            f"{described(new[0])}, which requires grad, is used by stage {j} or by loss_fn, and no "
-            "optimizer of train_stream would update it: make it a parameter of a layer there, used "
-            "as its attribute (not through a list, a dict or a closure), or detach() it"
+            f"{described(new[0])}, which requires grad, is used by stage {stage} or by loss_fn, "
+            "and no optimizer of train_stream would update it: make it a parameter of a layer "
+            "there, used as its attribute (not through a list, a dict or a closure), or detach() it"
         )
 
 
@@ -621,23 +622,23 @@ class _StreamTask(TrainingTask):
         super().__init__(call, source, head, leaves)
         self._stream, self._weights = source, weights
 
-    def action(self, kind: Kind, j: int) -> Run:
+    def action(self, kind: Kind, r: int) -> Run:
         others: dict[str, Any] = {"reduce": self._reduce, "update": self._update}
-        return partial(others[kind], j) if kind in others else super().action(kind, j)
+        return partial(others[kind], r) if kind in others else super().action(kind, r)
 
-    def bind(self, kind: Kind, j: int) -> Run:
-        run, weights = super().bind(kind, j), self._weights[j]
+    def bind(self, kind: Kind, r: int) -> Run:
+        run, weights = super().bind(kind, r), self._weights[r]
         if kind in ("reduce", "update"):
             return run
 
         def forward(i: int, messages: list[Message]) -> Sequence[Message]:
-            if self.first[j]:
+            if self.first[r]:
                 with self._stream.lock:
                     there = with_cpu_generator(partial(self._has_micro_batch, i))
             else:
                 there = messages[0].value is not _END
             if not there:
-                return [Message(_END)] * len(self.call.outgoing[j])
+                return [Message(_END)] * len(self.call.outgoing[r])
             weights.enter(i)
             return run(i, messages)
 
@@ -651,33 +652,34 @@ class _StreamTask(TrainingTask):
         with self.call.as_caller():
             return self._stream.has(i)
 
-    def _reduce(self, j: int, i: int, messages: list[Message]) -> list[Message]:
+    def _reduce(self, r: int, i: int, messages: list[Message]) -> list[Message]:
         """Sends the gradients of a replica to the owner; None if it had no mini-batch."""
-        grads = self._weights[j].pop_grads() if i < self._stream.extent.backwards else None
-        return [message_to(self.call, j, self.call.pipeline.stages[j].j, grads)]
+        grads = self._weights[r].pop_grads() if i < self._stream.extent.backwards else None
+        return [message_to(self.call, r, self.call.pipeline.stages[r].j, grads)]
 
-    def _update(self, j: int, i: int, messages: list[Message]) -> list[Message]:
-        owner, *others = self.call.pipeline.indices[self.call.pipeline.stages[j].j]
-        chunks, weights = self._stream.chunks, self._weights[j]
+    def _update(self, r: int, i: int, messages: list[Message]) -> list[Message]:
+        owner, *others = self.call.pipeline.indices[self.call.pipeline.stages[r].j]
+        chunks, weights = self._stream.chunks, self._weights[r]
         following = i + len(others) + 1 if others else (i // chunks + 1) * chunks
         given = [message.value for message in messages]
         try:
-            if j == owner:
-                streams = self.call.streams_of[j]
+            if r == owner:
+                streams = self.call.streams_of[r]
                 streams.wait_for(streams)  # until the weights are copied to other replicas
-                self.call.release_to_caller(j, weights.gradients(following, given))
+                self.call.release_to_caller(r, weights.gradients(following, given))
                 weights.update()
             else:
-                self.call.release_to_caller(j, weights.follow(following, *given))
+                self.call.release_to_caller(r, weights.follow(following, *given))
         except BaseException as error:
-            annotate(error, f"in the update of stage {j}, after micro-batch {i}")
+            stage = self.call.pipeline.stages[r].j
+            annotate(error, f"in the update of stage {stage}, after micro-batch {i}")
             raise
-        for run in self.call.runs[j].with_units:
+        for run in self.call.runs[r].with_units:
             if run.recomputation.modules is not None:
                 run.recomputation.modules.note_versions()
         if self.call.state.nested:  # its casts are of the old weights
             torch.clear_autocast_cache()
-        self.leaves.expect_first_grads(j)
+        self.leaves.expect_first_grads(r)
         newest = [parameter.detach() for parameter in weights.parameters]
-        followers = others if j == owner else []
-        return [message_to(self.call, j, other, newest) for other in followers]
+        followers = others if r == owner else []
+        return [message_to(self.call, r, other, newest) for other in followers]

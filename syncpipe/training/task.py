@@ -8,9 +8,9 @@ fails drops all of them.
 Whatever else an action may do plugs in at three places (``extensions``), which are asked once for
 each call and stage, so that what is not there costs nothing:
 
-    FORWARD     (task, j, inner: Forward) -> Forward       around the layers of a cell
-    BACKWARD    (task, j, inner: Backward) -> Backward     around the backward of a cell
-    ACTIONS     kind -> ((task, j) -> Run)                 further kinds of action
+    FORWARD     (task, r, inner: Forward) -> Forward       around the layers of a cell
+    BACKWARD    (task, r, inner: Backward) -> Backward     around the backward of a cell
+    ACTIONS     kind -> ((task, r) -> Run)                 further kinds of action
 """
 
 from __future__ import annotations
@@ -95,34 +95,34 @@ class TrainingTask:
             other.cells = [{i: copy(cell) for i, cell in row.items()} for row in self.cells]
         return other
 
-    def bind(self, kind: Kind, j: int) -> Run:
+    def bind(self, kind: Kind, r: int) -> Run:
         """The function that runs the actions of one kind on a stage, on its streams."""
-        run = self.action(kind, j)
+        run = self.action(kind, r)
         if kind not in ("forward", "recompute"):
             run = without_autocast(self.call.state, run)
-        return self.call.bind_streams(run, kind, j)
+        return self.call.bind_streams(run, kind, r)
 
-    def action(self, kind: Kind, j: int) -> Run:
+    def action(self, kind: Kind, r: int) -> Run:
         if kind == "forward":
-            forward: Forward = partial(self._layers, j)
+            forward: Forward = partial(self._layers, r)
             for extend in FORWARD:
-                forward = extend(self, j, forward)
-            return partial(self._forward, j, forward)
+                forward = extend(self, r, forward)
+            return partial(self._forward, r, forward)
         if kind in ("backward", "backward_input"):
-            backward: Backward = partial(self._go_back, j)
+            backward: Backward = partial(self._go_back, r)
             for extend in BACKWARD:
-                backward = extend(self, j, backward)
-            return partial(self._backward, j, backward)
-        return ACTIONS[kind](self, j)
+                backward = extend(self, r, backward)
+            return partial(self._backward, r, backward)
+        return ACTIONS[kind](self, r)
 
     # --- forward ---------------------------------------------------------------------------------
 
     def _forward(
-        self, j: int, layers: Forward, i: int, messages: list[Message]
+        self, r: int, layers: Forward, i: int, messages: list[Message]
     ) -> Sequence[Message]:
         call = self.call
-        if self.first[j]:
-            cell, inputs = self._pull_inputs(j, i)
+        if self.first[r]:
+            cell, inputs = self._pull_inputs(r, i)
         elif len(messages) == 1:
             value, _, flags, owners = messages.pop()
             cell, inputs, value = Cell([flags], owners), (value, ()), None
@@ -131,16 +131,16 @@ class TrainingTask:
         outputs = layers(i, cell, inputs)
         del inputs
         if call.state.grad:
-            self.cells[j][i] = cell
-        if self.last[j]:
+            self.cells[r][i] = cell
+        if self.last[r]:
             target, ready = self.source.target(i), self._ready.pop(i, None)
             if target is not None:
-                target = call.to_stage(target, j, ready)
-            self.head.take(j, i, outputs[0], target, cell)
+                target = call.to_stage(target, r, ready)
+            self.head.take(r, i, outputs[0], target, cell)
             return []
         output, skips = outputs
         made: list[Message] = []
-        for edge in call.outgoing[j]:
+        for edge in call.outgoing[r]:
             value, k = (output, 0) if edge.skip is None else (skips[edge.skip], 1 + edge.skip)
             value, flags = cell.detach_output(value)
             event = None
@@ -149,27 +149,27 @@ class TrainingTask:
             made.append(_message((value, event, flags, cell.sent_owners[k])))
         return made
 
-    def _layers(self, j: int, i: int, cell: Cell, inputs: Inputs) -> Inputs:
-        run, given = self.call.runs[j], cell.cut.enter(inputs)
+    def _layers(self, r: int, i: int, cell: Cell, inputs: Inputs) -> Inputs:
+        run, given = self.call.runs[r], cell.cut.enter(inputs)
         if cell.owners or run.stage.changes.needs_lock or profiler._is_profiler_enabled:
             return run.forward(i, given, cell.owners)
         outputs = run.cell(i, given, None, False)  # the usual case
         run.forwards_done[0] += 1
         return outputs
 
-    def _pull_inputs(self, j: int, i: int) -> tuple[Cell, Inputs]:
+    def _pull_inputs(self, r: int, i: int) -> tuple[Cell, Inputs]:
         """The cell of a micro-batch on the first stage, and its inputs."""
         source = self.source
         if source.lazy:
             with source.lock:
                 value = with_cpu_generator(partial(self._pull, i))
-            value = self.call.to_stage(value, j, self._ready[i])
+            value = self.call.to_stage(value, r, self._ready[i])
         else:
             value = source.pull(i)
         flags = list(map(_requires_grad, tensors_in(value)))
         inputs = detached(value)
-        if j > 0 and not source.lazy:
-            inputs = self.call.to_stage(inputs, j)
+        if r > 0 and not source.lazy:
+            inputs = self.call.to_stage(inputs, r)
         return Cell([flags if self.call.state.grad else [False] * len(flags)]), (inputs, ())
 
     def _pull(self, i: int) -> Any:
@@ -181,36 +181,36 @@ class TrainingTask:
     # --- backward --------------------------------------------------------------------------------
 
     def _backward(
-        self, j: int, go_back: Backward, i: int, messages: list[Message]
+        self, r: int, go_back: Backward, i: int, messages: list[Message]
     ) -> Sequence[Message]:
-        call, cell = self.call, self.cells[j].pop(i)
+        call, cell = self.call, self.cells[r].pop(i)
         grads: list[Any] = list(map(_value_of, messages))
         messages.clear()
         try:
             parts = go_back(i, cell, grads)
-            if self.leaves.awaiting_grad[j]:
-                self.leaves.own_first_grads(j)
+            if self.leaves.awaiting_grad[r]:
+                self.leaves.own_first_grads(r)
         except BaseException as error:
-            annotate(error, f"in backward of {call.runs[j].stage.describe(i)}")
+            annotate(error, f"in backward of {call.runs[r].stage.describe(i)}")
             raise
         if cell.target_cut is not None:
-            grads = self._release_grads(j, cell.target_cut)
-            self._targets[j] += zip(cell.targets, grads, strict=True)
-        if self.first[j] and cell.cut.grads:
-            self.input_grads[i] = self._release_grads(j, cell.cut)
+            grads = self._release_grads(r, cell.target_cut)
+            self._targets[r] += zip(cell.targets, grads, strict=True)
+        if self.first[r] and cell.cut.grads:
+            self.input_grads[i] = self._release_grads(r, cell.cut)
         made: list[Message] = []
-        for edge, part in zip(call.incoming[j], parts, strict=False):  # none to the caller
+        for edge, part in zip(call.incoming[r], parts, strict=False):  # none to the caller
             event = None
             if not call.host_only:
                 part, event = call.send(edge, i, part, backward=True)
             made.append(_message((part, event, (), ())))
         return made
 
-    def _go_back(self, j: int, i: int, cell: Cell, grads: list[Any]) -> list[Any]:
+    def _go_back(self, r: int, i: int, cell: Cell, grads: list[Any]) -> list[Any]:
         cut = cell.cut
         cut.open, cut.grads = True, [None] * len(cut.grads)
-        if self.last[j]:
-            grads += self.head.go_back(j, i, cell)
+        if self.last[r]:
+            grads += self.head.go_back(r, i, cell)
         roots: list[GradientEdge] = []
         received: list[Tensor] = []
         # Skips, which are used last, come first: a tensor that is both skip and output then adds up
@@ -222,15 +222,15 @@ class TrainingTask:
                     received.append(grad.values() if grad.layout is torch.jagged else grad)
         grads.clear()
         if roots:
-            self.leaves.go_back(j, roots, received, cell)
+            self.leaves.go_back(r, roots, received, cell)
         if len(cell.flags) == 1:
             return [cut.grads]
         following = iter(cut.grads)
         return [list(islice(following, sum(flags))) for flags in cell.flags]
 
-    def _release_grads(self, j: int, cut: GraphCut) -> list[Tensor | None]:
+    def _release_grads(self, r: int, cut: GraphCut) -> list[Tensor | None]:
         grads = [None if grad is None else own_storage(grad) for grad in cut.grads]
-        self.call.release_to_caller(j, grads)
+        self.call.release_to_caller(r, grads)
         return grads
 
 

@@ -148,14 +148,15 @@ class WeightGradients:
         self.pending.append(accumulate)
 
 
-def split(task: Any, j: int, inner: Any) -> Any:
+def split(task: Any, r: int, inner: Any) -> Any:
     """Defers weight gradients of the cells whose backward runs in two halves."""
-    call, own = task.call, {i for i, stage in task.splits if stage == j}
+    call, stage = task.call, task.call.pipeline.stages[r].j
+    own = {i for i, j in task.splits if j == stage}
     if not own:
         return inner
-    streams, deferred = call.streams_of[j], task.deferred[j]
+    streams, deferred = call.streams_of[r], task.deferred[r]
     # The gradients of these leaves are sent after the input half.
-    ordinary = {id(leaf): False for leaf in call.extra_leaves[j]}
+    ordinary = {id(leaf): False for leaf in call.extra_leaves[r]}
 
     def outer(i: int, cell: Any, grads: list[Any]) -> Any:
         if i in own:
@@ -166,13 +167,13 @@ def split(task: Any, j: int, inner: Any) -> Any:
     return outer
 
 
-def accumulate(task: Any, j: int, i: int, messages: list[Any]) -> Sequence[Any]:
+def accumulate(task: Any, r: int, i: int, messages: list[Any]) -> Sequence[Any]:
     """The action that runs the weight half."""
-    gradients = task.deferred[j].pop(i, None)
+    gradients = task.deferred[r].pop(i, None)
     if gradients is not None:
         gradients.accumulate()
-        if task.leaves.awaiting_grad[j]:
-            task.leaves.own_first_grads(j)
+        if task.leaves.awaiting_grad[r]:
+            task.leaves.own_first_grads(r)
     return []
 
 

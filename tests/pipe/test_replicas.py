@@ -18,6 +18,7 @@ from torch import Tensor, nn
 import syncpipe
 from syncpipe import NoChunk, Pipe
 from syncpipe.schedules import gpipe
+from syncpipe.training.weight_gradients import WeightGradients
 from tests.support.models import CHECKPOINT_MODES, linear_model
 from tests.support.models import Counter as Counting
 from tests.support.running import Do, Noise, Using, assert_same, on_gradient
@@ -283,6 +284,19 @@ def test_deferred_statistics(driver, checkpoint, momentum, chunks):
         results = [run(pipe, driver, x) for _ in range(2)]  # the loss and metrics, or outputs
         found.append([results, dict(pipe.named_buffers()), pipe.eval()(x).detach()])
     assert_same(*found)
+
+
+def test_each_replica_runs_its_backwards_in_the_halves_of_the_schedule(monkeypatch):
+    halves, whole = [], WeightGradients.accumulate
+
+    def accumulate(weights):
+        halves.append(len(weights.pending))
+        whole(weights)
+
+    monkeypatch.setattr(WeightGradients, "accumulate", accumulate)
+    pipe = dealt(linear_model(2), [1, 1], [2, 1], chunks=4)
+    pipe.train_batch(torch.randn(8, 3), loss_fn=torch.sum, schedule="zb_h1")
+    assert halves == [1] * 8  # one for each cell
 
 
 def test_which_replica_is_first_changes_no_bit():
