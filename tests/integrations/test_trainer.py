@@ -286,8 +286,10 @@ def test_the_trainers_of_trl(kind, columns, options, tmp_path, request):
 )
 def test_adapters_beside_quantized_weights(bits, tmp_path):
     """As with QLoRA; the adapters and the quantized weights are saved as the plain Trainer's."""
-    pytest.importorskip("bitsandbytes")
+    bitsandbytes: Any = pytest.importorskip("bitsandbytes")
     peft: Any = pytest.importorskip("peft")
+    if "load_in_4bit" in bits and bitsandbytes.functional.has_avx512bf16():
+        pytest.skip("with AVX512-BF16 the first evaluation rounds weights of 4 bits, for good")
     language_model().save_pretrained(tmp_path / "base")
     made = []
     for piped in (True, False):
