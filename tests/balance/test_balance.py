@@ -14,7 +14,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from torch import nn
 
-from syncpipe import Pipe, layout
+from syncpipe import Pipe
 from syncpipe.balance import (
     balance_by_parameters,
     balance_by_size,
@@ -24,6 +24,7 @@ from syncpipe.balance import (
     balance_uniform,
     param_scale_of,
 )
+from syncpipe.pipe import layout
 from tests.balance.test_measure import Clock, Takes, clock
 from tests.support.models import Receive, Send, linear_model
 
