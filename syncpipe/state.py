@@ -11,13 +11,13 @@ Functions that restore may run more than once, because Ctrl-C may interrupt them
 from __future__ import annotations
 
 import contextvars
-import operator
 import random
 import sys
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable
 from contextlib import nullcontext
-from functools import partial
+from functools import cache, partial
+from operator import attrgetter, eq, methodcaller
 from types import FunctionType, MethodType, ModuleType
 from typing import Any, TypeVar
 
@@ -30,7 +30,7 @@ from syncpipe.runtime.interrupts import run_and_undo
 from syncpipe.runtime.random_numbers import LOCKS, Generators, put_back_states, states_of
 from syncpipe.runtime.thread_state import restoring_thread
 
-__all__ = ["State", "restoring_module", "restoring_settings", "same_value"]
+__all__ = ["State", "restorer", "restoring_module", "restoring_settings", "same_value"]
 
 _T = TypeVar("_T")
 _NO_STATE = (*SIMPLE, type, FunctionType, MethodType, ModuleType)
@@ -89,6 +89,11 @@ def restoring_module(module: nn.Module, run: Callable[[], _T], *, gradients: boo
     and with ``gradients`` all ``.grad``, which are None during the call. It does not look into
     objects of the user's.
     """
+    return restorer(module, gradients=gradients)(run)
+
+
+def restorer(module: nn.Module, *, gradients: bool = False) -> Callable[[Callable[[], _T]], _T]:
+    """As :func:`restoring_module`, for several calls that begin with the module as it is."""
     renormed = {
         id(part.weight)
         for part in module.modules()
@@ -100,7 +105,48 @@ def restoring_module(module: nn.Module, run: Callable[[], _T], *, gradients: boo
     state = State({"": module}, leave, objects=False)
     for leaf in leave if gradients else ():
         state.add_gradient(leaf)
-    return state.restoring(run, devices)
+    return partial(state.restoring, devices=devices)
+
+
+class _Part:
+    """A value that a run can change in place, as it was: one of very many in a snapshot."""
+
+    __slots__ = ("before", "kind", "name", "read", "same", "value", "write")
+
+    def __init__(
+        self,
+        kind: str,
+        name: str,
+        value: Any,
+        read: Callable[[Any], Any],
+        write: Callable[[Any, Any], Any],
+        same: Callable[[Any, Any], bool] = eq,
+    ) -> None:
+        self.kind, self.name, self.value = kind, name, value
+        self.read, self.write, self.same = read, write, same
+        self.before = read(value)
+
+    def restore(self) -> None:
+        self.write(self.value, self.before)
+
+    def changed(self) -> list[str]:
+        return [] if self.same(self.read(self.value), self.before) else [self.name]
+
+
+class _DictPart(_Part):
+    """A dict, of which each entry that differs has a name of its own."""
+
+    __slots__ = ()
+
+    def changed(self) -> list[str]:
+        before, now = self.before, self.value
+        keys = {**before, **now}
+        return [_entry(self.name, k) for k in keys if not same_value(before.get(k), now.get(k))]
+
+
+def _entry(name: str, key: Any) -> str:
+    """The name of an entry of ``name[`` (items), ``name.`` or an empty name (attributes)."""
+    return f"{name}{key!r}]" if name.endswith("[") else f"{name}{key}"
 
 
 class State:
@@ -120,7 +166,7 @@ class State:
     ) -> None:
         self._objects = objects
         self._undo: list[Callable[[], Any]] = []
-        self._comparisons: list[tuple[str, Callable[[], list[str]]]] = []
+        self._parts: list[_Part] = []
         self._seen: dict[int, Any] = {id(thing): thing for thing in leave}
         self._pending: list[tuple[str, str, Any]] = []
         self._hooks: list[dict[Any, Any]] = []  # for example optimizer steps in backward
@@ -155,6 +201,8 @@ class State:
             with LOCKS.states:
                 for call in self._undo:
                     call()
+                for part in self._parts:
+                    part.restore()
 
         return run_and_undo(lambda: restoring_settings(alone, devices, threads), undo)
 
@@ -163,7 +211,7 @@ class State:
 
         Kinds are ``"generator"``, ``"parameter"``, ``"buffer"`` and ``"attribute"``.
         """
-        return [(kind, name) for kind, changed in self._comparisons for name in changed()]
+        return [(part.kind, name) for part in self._parts for name in part.changed()]
 
     # --- the walk --------------------------------------------------------------------------------
 
@@ -176,13 +224,15 @@ class State:
         elif isinstance(value, nn.Module):
             self._module(name, value)
         elif isinstance(value, torch.Generator):
-            self._track("generator", name, value.get_state, value.set_state, torch.equal)
+            read, write = methodcaller("get_state"), lambda own, state: own.set_state(state)
+            self._parts.append(_Part("generator", name, value, read, write, torch.equal))
         elif isinstance(value, random.Random):
-            self._track("generator", name, value.getstate, value.setstate)
+            read, write = methodcaller("getstate"), lambda own, state: own.setstate(state)
+            self._parts.append(_Part("generator", name, value, read, write))
         elif type(value).__module__.startswith("numpy"):
             self._numpy(kind, name, value)
         elif isinstance(value, dict):
-            self._dict(kind, value, lambda key: f"{name}[{key!r}]")
+            self._dict(kind, f"{name}[", value)
         elif type(value) in (list, set, deque, bytearray):
             self._container(kind, name, value)
         elif isinstance(value, list | tuple | set | deque):
@@ -192,19 +242,7 @@ class State:
             and hasattr(value, "__dict__")
             and type(value).__module__.partition(".")[0] not in _FOREIGN
         ):
-            self._dict(kind, vars(value), lambda key: f"{name}.{key}")
-
-    def _track(
-        self,
-        kind: str,
-        name: str,
-        read: Callable[[], Any],
-        write: Callable[[Any], Any],
-        same: Callable[[Any, Any], bool] = operator.eq,
-    ) -> None:
-        before = read()
-        self._undo.append(lambda: write(before))
-        self._comparisons.append((kind, lambda: [] if same(read(), before) else [name]))
+            self._dict(kind, f"{name}.", vars(value))
 
     def _module(self, name: str, module: nn.Module) -> None:
         prefix = f"{name}." if name else ""
@@ -219,7 +257,7 @@ class State:
         kinds = "parameter", "buffer", "attribute", "attribute"
         for own, kind in zip(parts, kinds, strict=True):
             self._seen[id(own)] = own
-            self._dict(kind, own, lambda key: f"{prefix}{key}")
+            self._dict(kind, prefix, own)
 
     def _tensor(self, kind: str, name: str, tensor: Tensor) -> None:
         if is_lazy(tensor):
@@ -234,7 +272,7 @@ class State:
             for dim, (size, stride) in enumerate(zip(data.shape, data.stride(), strict=True)):
                 if size > 1 and not stride:  # expanded: all entries share memory
                     data = data.narrow(dim, 0, 1)
-        self._track(kind, name, lambda: data.to("cpu", copy=True), data.copy_, same_bits)
+        self._parts.append(_Part(kind, name, data, _on_cpu, Tensor.copy_, same_bits))
         self.add_gradient(tensor)
 
     def add_gradient(self, tensor: Tensor) -> None:
@@ -247,45 +285,65 @@ class State:
             self._hooks.append(hooks)
             self._undo.append(partial(hooks.update, dict(hooks)))
 
-    def _dict(self, kind: str, own: dict[Any, Any], name: Callable[[Any], str]) -> None:
-        before = dict(own)
-        methods = [
-            [getattr(kind, name) for name in ("clear", "update", "__setitem__")]
-            for kind in (type(own), dict, OrderedDict)
+    def _dict(self, kind: str, name: str, own: dict[Any, Any]) -> None:
+        part = _DictPart(kind, name, own, dict, _refill if _is_plain(type(own)) else _leave)
+        self._parts.append(part)
+        self._pending += [
+            (kind, _entry(name, key), value)
+            for key, value in part.before.items()
+            if not (isinstance(value, _NO_STATE) or id(value) in self._seen)
         ]
-        if methods[0] in methods[1:]:  # a frozen config overrides some, to refuse changes
-            self._undo += [own.clear, partial(own.update, before)]
-
-        def changed() -> list[str]:
-            keys = {**before, **own}
-            return [name(key) for key in keys if not same_value(before.get(key), own.get(key))]
-
-        self._comparisons.append((kind, changed))
-        self._pending += [(kind, name(key), value) for key, value in before.items()]
 
     def _container(self, kind: str, name: str, own: Any) -> None:
-        def write(before: list[Any]) -> None:
-            own.clear()
-            (own.update if isinstance(own, set) else own.extend)(before)
-
-        def same(now: list[Any], before: list[Any]) -> bool:
-            return len(now) == len(before) and all(map(same_value, now, before))
-
-        self._track(kind, name, lambda: list(own), write, same)
+        self._parts.append(_Part(kind, name, own, list, _refill, _same_items))
         self._pending += [(kind, f"{name}[{k}]", item) for k, item in enumerate(own)]
 
     def _numpy(self, kind: str, name: str, value: Any) -> None:
         numpy = sys.modules["numpy"]
         if isinstance(value, numpy.ndarray) and value.flags.writeable:
-            self._track(kind, name, value.copy, partial(numpy.copyto, value), numpy.array_equal)
+            read, write, same = methodcaller("copy"), numpy.copyto, numpy.array_equal
+            self._parts.append(_Part(kind, name, value, read, write, same))
         source = getattr(value, "bit_generator", getattr(value, "_bit_generator", None))
         if source is not None:
+            self._parts.append(
+                _Part("generator", name, source, attrgetter("state"), _set_state, _same_text)
+            )
 
-            def same(now: Any, before: Any) -> bool:
-                return str(now) == str(before)  # states may contain arrays
 
-            write = partial(setattr, source, "state")
-            self._track("generator", name, lambda: source.state, write, same)
+def _on_cpu(tensor: Tensor) -> Tensor:
+    return tensor.to("cpu", copy=True)
+
+
+def _refill(own: Any, before: Any) -> None:
+    """Give a dict, list, set, deque or bytearray these contents."""
+    own.clear()
+    (own.update if isinstance(own, (dict, set)) else own.extend)(before)
+
+
+def _leave(own: Any, before: Any) -> None:
+    """Do not restore a dict that refuses changes."""
+
+
+@cache
+def _is_plain(kind: type) -> bool:
+    """Whether a class of dicts changes as dicts do: a frozen config overrides some methods."""
+    methods = [
+        [getattr(each, name) for name in ("clear", "update", "__setitem__")]
+        for each in (kind, dict, OrderedDict)
+    ]
+    return methods[0] in methods[1:]
+
+
+def _same_items(now: list[Any], before: list[Any]) -> bool:
+    return len(now) == len(before) and all(map(same_value, now, before))
+
+
+def _set_state(source: Any, state: Any) -> None:
+    source.state = state
+
+
+def _same_text(now: Any, before: Any) -> bool:
+    return str(now) == str(before)  # states may contain arrays
 
 
 def same_value(a: Any, b: Any) -> bool:
