@@ -34,12 +34,12 @@ from syncpipe.data.trees import by_name, described, flatten, leaf_names, tensors
 from syncpipe.layers.conversion.layer import ModelNames, layers_of
 from syncpipe.layers.conversion.origin import CALL_HOOKS, Origin, Read
 from syncpipe.layers.conversion.signature import Signature, call_input, shape_of
-from syncpipe.layers.conversion.trace import CHECKS, Tracer, Whole, guard
+from syncpipe.layers.conversion.trace import CHECKS, Tracer, Whole, guard, tracing
 from syncpipe.progress import progress_bar
 from syncpipe.runtime.interrupts import Patches
 from syncpipe.runtime.random_numbers import is_compiled
 from syncpipe.skip.skippable import is_skippable
-from syncpipe.state import State, restoring_module
+from syncpipe.state import State, restorer, restoring_module
 from syncpipe.storage import places_of
 
 __all__ = ["HOOKS", "Converted", "hooks_of", "sequential", "values_of"]
@@ -168,7 +168,7 @@ def sequential(
         layers.training = model.training
         layers.origin.begin(layers)
         if verify:
-            restoring_module(model, partial(_check_layers, model, layers, signature, sample))
+            _check_layers(model, layers, signature, sample)
     if compiled:
         found.notes.append(f"{name} is compiled, and its layers are not: call pipe.compile()")
     for note in found.notes:
@@ -218,13 +218,7 @@ class _Conversion:
                     f"raises {type(error).__name__}: {error}"
                 ) from error
             self._find_batch_inputs()
-            self._sizes = self._other_sizes()
-            while self._make_leaves(self._faults()):
-                pass
-            self._numbers = self._free_numbers()
-            self._follow_dtypes()
-        for run in self.runs.values():
-            run.fold(self._numbers)
+            tracing(model, self._trace_runs)
         self.notes += [*self._large_modules(), *self._shared_norms()]
         if any(run.reentrant for run in self.runs.values()):
             self.notes.append(
@@ -232,6 +226,15 @@ class _Conversion:
                 "Pipe recomputes itself (checkpoint=). Layers get gradients also where no input "
                 "requires one, as with use_reentrant=False"
             )
+
+    def _trace_runs(self) -> None:
+        self._sizes = self._other_sizes()
+        while self._make_leaves(self._faults()):
+            pass
+        self._numbers = self._free_numbers()
+        self._follow_dtypes()
+        for run in self.runs.values():
+            run.fold(self._numbers)
 
     def layers(self) -> Converted:
         runs = [self.runs[True], self.runs[False]]
@@ -530,9 +533,9 @@ class _Conversion:
         without = self.layers()
         for node in guards:
             node.meta["pure"] = False
-        calls = {mode: partial(self.signature.call, tensors, mode) for mode in (True, False)}
         with suppress(Exception):  # the model may refuse this size in another mode
-            return all(_compare(self.model, without, calls[mode], mode).same for mode in calls)
+            found = _comparisons(self.model, without, self.signature, tensors)
+            return all(comparison.same for _, comparison in found)
         return False
 
     def _resized(self, group: _Group, size: int) -> list[Tensor]:
@@ -756,9 +759,7 @@ def _is_method(forward: Any, module: nn.Module) -> bool:
 def _check_layers(
     model: nn.Module, layers: Converted, signature: Signature, sample: list[Tensor]
 ) -> None:
-    for training in (True, False):
-        call = partial(signature.call, sample, training)
-        found = _compare(model, layers, call, training)
+    for training, found in _comparisons(model, layers, signature, sample):
         if not found.same:
             outputs = [name for name in found.names if not name.startswith(_GRADIENT)]
             what = outputs[0] if outputs else found.names[-1]
@@ -773,13 +774,21 @@ def _check_layers(
             )
 
 
-def _compare(model: nn.Module, layers: nn.Module, call: _Arguments, training: bool) -> Comparison:
-    """Compare outputs, buffers and, in training, gradients, with the same random numbers."""
-    expected, actual = (
-        restoring_module(module, lambda: values_of(module.train(training), call, training))  # noqa: B023
-        for module in (model, layers)
-    )
-    return compare(actual, expected)
+def _comparisons(
+    model: nn.Module, layers: nn.Module, signature: Signature, sample: list[Tensor]
+) -> Iterator[tuple[bool, Comparison]]:
+    """Compare outputs, buffers and gradients in training, then outputs and buffers in evaluation.
+
+    Both draw the same random numbers. Yields the mode (True: training) and the comparison.
+    """
+    restoring = restorer(nn.ModuleList([model, layers]))
+    for mode in (True, False):
+        call = partial(signature.call, sample, mode)
+        expected, actual = (
+            restoring(lambda: values_of(module.train(mode), call, mode))  # noqa: B023
+            for module in (model, layers)
+        )
+        yield mode, compare(actual, expected)
 
 
 def _apply(function: Callable[..., Any], preserve: bool, *args: Any) -> Any:

@@ -23,7 +23,7 @@ import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from types import MethodType, SimpleNamespace
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, fx, nn
@@ -37,7 +37,9 @@ from syncpipe.layers.conversion.origin import MISSING, PLAIN, Read, alike, attri
 from syncpipe.layers.conversion.signature import is_input
 from syncpipe.runtime.interrupts import Patches
 
-__all__ = ["CHECKS", "DEVICE", "Function", "Tracer", "Whole", "guard"]
+__all__ = ["CHECKS", "DEVICE", "Function", "Tracer", "Whole", "guard", "tracing"]
+
+_T = TypeVar("_T")
 
 #: Attributes whose numbers do not depend on the sizes of the batch.
 _CONSTANT = frozenset(
@@ -237,7 +239,7 @@ _Call = tuple[tuple[int, str], ...]
 
 
 class Tracer(TorchFunctionMode):
-    """The trace of one run of a model.
+    """The trace of one run of a model, within :func:`tracing`.
 
     The ``meta`` of a node has:
 
@@ -270,6 +272,9 @@ class Tracer(TorchFunctionMode):
         reentrant: whether PyTorch's reentrant checkpoint was called.
     """
 
+    #: The trace of the run that is going on.
+    current: ClassVar[Tracer | None] = None
+
     def __init__(
         self,
         model: nn.Module,
@@ -282,7 +287,7 @@ class Tracer(TorchFunctionMode):
         kwargs: dict[str, Any],
     ) -> None:
         super().__init__()
-        self._leaves, self._paths, self._objects = leaves, paths, objects
+        self._leaves, self.paths, self._objects = leaves, paths, objects
         self._as_compiled = as_compiled
         self._device, self._graph = next(model.parameters()).device, fx.Graph()
         self._devices = {(p.device.type, p.device.index) for p in model.parameters()}
@@ -292,7 +297,7 @@ class Tracer(TorchFunctionMode):
         self.reentrant = False
         self.reads, self.decisive = dict[str, Read](), set[str]()
         self.modes: list[tuple[int, _Call, str]] = []
-        self._watched = {id(module): path for module, path in paths.items()}
+        self.watched = {id(module): path for module, path in paths.items()}
         self._numbers, self._dtypes = dict[str, Any](), list[tuple[torch.dtype, fx.Node]]()
         self._writes: dict[tuple[int, str], _Write] = {}
         self._nodes: dict[int, fx.Node] = {}
@@ -311,6 +316,7 @@ class Tracer(TorchFunctionMode):
         def run() -> Any:
             for replaced in list(self._replacements()):
                 self._patches.put(*replaced)
+            self._patches.put(Tracer, "current", self)
             with torch.enable_grad(), self:
                 self.result = model(*args, **kwargs)
                 output = self._lift(self.result)
@@ -362,27 +368,15 @@ class Tracer(TorchFunctionMode):
                     break
         self.nodes = [node for node in self._graph.nodes if node.op != "get_attr"]
 
-    # Functions that are patched during a trace
+    # What reaches the trace of the run
 
     def _replacements(self) -> Iterator[tuple[Any, str, Any]]:
-        """What is patched: object, name, replacement."""
-        for cls in {cls for module in self._paths for cls in type(module).__mro__}:
-            for name, replaced in ("__call__", self._trace_call), ("__setattr__", self._trace_set):
-                if issubclass(cls, nn.Module) and name in cls.__dict__:
-                    yield cls, name, replaced(cls.__dict__[name])
-        for cls in {type(module) for module in self._paths}:
-            yield cls, "__getattribute__", self._trace_get(cls.__getattribute__)
+        """What is patched during the run, besides :func:`tracing`: object, name, replacement."""
         for cls in {type(batch) for batch in self._batches.values()}:
             yield cls, "__getattribute__", self._trace_batch(cls.__getattribute__)
             for name in ("__setattr__", "__setitem__"):
                 if hasattr(cls, name):
                     yield cls, name, self._refuse_batch_set(getattr(cls, name))
-        apply = self._trace_apply(torch.autograd.Function.__dict__["apply"])
-        yield torch.autograd.Function, "apply", classmethod(apply)
-        script: Any = torch.jit.ScriptFunction
-        yield script, "__call__", self._trace_script(script.__call__)
-        for of, name, cached in cached_functions():
-            yield of, name, self._uncached(cached)
         yield builtins, "len", self._len
         yield nn.TransformerEncoder, "forward", _encode
         for of, name in _DECIDING:
@@ -395,44 +389,29 @@ class Tracer(TorchFunctionMode):
         """Whether nothing is recorded: within an operation, and in other threads."""
         return self._paused or threading.get_ident() != self._thread
 
-    def _trace_call(self, call: Callable[..., Any]) -> Callable[..., Any]:
-        def called(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-            if self.idle or module not in self._paths:
-                return call(module, *args, **kwargs)
-            path = self._paths[module]
-            if path == self._call[-1][1]:  # the model, or super().__call__()
-                return call(module, *args, **kwargs)
-            if path in self._leaves:
-                bound = lambda *a, **k: call(module, *a, **k)  # noqa: E731
-                return self._perform("call_module", path, bound, args, kwargs)
-            outer = self._call
-            self._call = (*outer, (self.steps[outer], path))
-            self.steps[outer] += 1
-            self.steps[self._call] = 0
-            try:
-                return call(module, *args, **kwargs)
-            finally:
-                self._check_draws()
-                self._call = outer
+    def called(
+        self, call: Callable[..., Any], module: nn.Module, args: Any, kwargs: dict[str, Any]
+    ) -> Any:
+        """Record the call of a module: a node of a leaf module, or the nodes of an inlined one."""
+        path = self.paths[module]
+        if path == self._call[-1][1]:  # the model, or super().__call__()
+            return call(module, *args, **kwargs)
+        if path in self._leaves:
+            bound = functools.partial(call, module)
+            return self.perform("call_module", path, bound, args, kwargs)
+        outer = self._call
+        self._call = (*outer, (self.steps[outer], path))
+        self.steps[outer] += 1
+        self.steps[self._call] = 0
+        try:
+            return call(module, *args, **kwargs)
+        finally:
+            self._check_draws()
+            self._call = outer
 
-        return called
-
-    def _trace_get(self, get: Callable[..., Any]) -> Callable[..., Any]:
-        def read(owner: Any, key: str) -> Any:
-            if self.idle or key[:2] == "__" or id(owner) not in self._watched:
-                return get(owner, key)
-            try:
-                value = get(owner, key)
-            except AttributeError:
-                self._add_read(owner, key)
-                raise
-            return self._add_read(owner, key, value)
-
-        return read
-
-    def _add_read(self, owner: Any, key: str, value: Any = MISSING) -> Any:
+    def add_read(self, owner: Any, key: str, value: Any = MISSING) -> Any:
         """Record that an attribute was read; returns its value, a float with its node."""
-        module, path = isinstance(owner, nn.Module), self._watched[id(owner)]
+        module, path = isinstance(owner, nn.Module), self.watched[id(owner)]
         if key == "training" and module:
             self.modes.append((len(self._graph.nodes), self._call, path))
             return value
@@ -506,24 +485,16 @@ class Tracer(TorchFunctionMode):
     def _add_object(self, value: Any, name: str) -> None:
         """Record reads from an object that is an attribute (for example a config)."""
         kind = type(value)
-        if id(value) in self._watched or not hasattr(value, "__dict__") or callable(value):
+        if id(value) in self.watched or not hasattr(value, "__dict__") or callable(value):
             return
         if isinstance(value, (type, Tensor, enum.Enum)) or kind.__module__.startswith("torch"):
             return
         with suppress(TypeError):  # a type that cannot be patched
-            self._watched[id(value)] = name
-            self._patches.put(kind, "__getattribute__", self._trace_get(kind.__getattribute__))
+            self.watched[id(value)] = name
+            self._patches.put(kind, "__getattribute__", _trace_get(kind.__getattribute__))
 
-    def _trace_set(self, put: Callable[..., Any]) -> Callable[..., Any]:
-        def written(module: nn.Module, key: str, value: Any) -> None:
-            if not self.idle and module in self._paths:
-                self._add_write(module, key, value)
-            put(module, key, value)
-
-        return written
-
-    def _add_write(self, module: nn.Module, key: str, value: Any) -> None:
-        path = self._paths[module]
+    def add_write(self, module: nn.Module, key: str, value: Any) -> None:
+        path = self.paths[module]
         name, at = ".".join(filter(None, (path, key))), (id(module), key)
         if self._in_leaf(path):
             if not alike(value, attribute(module, key)):
@@ -564,37 +535,13 @@ class Tracer(TorchFunctionMode):
             k for k, leaf in leaves if isinstance(leaf, Tensor) and not self._from_input(leaf)
         )
 
-    def _trace_apply(self, apply: Any) -> Callable[..., Any]:
-        def applied(cls: Any, *args: Any, **kwargs: Any) -> Any:
-            own = apply.__get__(None, cls)
-            if self.idle:
-                return own(*args, **kwargs)
-            if cls is CheckpointFunction:  # the pipe itself recomputes
-                self.reentrant = True
-                return args[0](*args[2:])
-            target = Function(own, f"{cls.__name__}_apply")
-            return self._perform("call_function", target, own, args, kwargs)
-
-        return applied
-
-    def _trace_script(self, call: Callable[..., Any]) -> Callable[..., Any]:
-        def called(function: Any, *args: Any, **kwargs: Any) -> Any:
-            if self.idle:
-                return call(function, *args, **kwargs)
-            target = Function(function, function.name)
-            return self._perform("call_function", target, function, args, kwargs)
-
-        return called
-
-    def _uncached(self, cached: Any) -> Callable[..., Any]:
-        """A cached function, without its cache for numbers with a node: keys compare by value."""
-
-        def called(*args: Any, **kwargs: Any) -> Any:
-            given = flatten((args, kwargs))[0] if not self.idle else ()
-            numbers = any(isinstance(each, _Number) for each in given)
-            return (cached.__wrapped__ if numbers else cached)(*args, **kwargs)
-
-        return called
+    def applied(self, cls: Any, own: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
+        """Record the call of an ``autograd.Function``."""
+        if cls is CheckpointFunction:  # the pipe itself recomputes
+            self.reentrant = True
+            return args[0](*args[2:])
+        target = Function(own, f"{cls.__name__}_apply")
+        return self.perform("call_function", target, own, args, kwargs)
 
     def _len(self, value: Any, *, _len: Callable[[Any], int] = len) -> int:
         if isinstance(value, Tensor) and value.dim() and not self.idle:
@@ -608,7 +555,7 @@ class Tracer(TorchFunctionMode):
         def called(tensor: Any, *args: Any, **kwargs: Any) -> Any:
             if self.idle or not isinstance(tensor, Tensor):
                 return fn(tensor, *args, **kwargs)
-            return self._perform("call_function", target, fn, (tensor, *args), kwargs)
+            return self.perform("call_function", target, fn, (tensor, *args), kwargs)
 
         return called
 
@@ -639,14 +586,14 @@ class Tracer(TorchFunctionMode):
             self._dtypes.append((func(*args), node))
         if attribute:
             given = (args[0], name)
-            return self._perform("call_function", getattr, lambda x, _: func(x), given, {})
+            return self.perform("call_function", getattr, lambda x, _: func(x), given, {})
         own: Any = getattr(Tensor, name, None)
         if own is not func:
-            return self._perform("call_function", _printable(func), func, args, kwargs)
+            return self.perform("call_function", _printable(func), func, args, kwargs)
         written: Any = getattr(operator, name, None)  # fx prints it as an operator
         if written is not None and not kwargs:
-            return self._perform("call_function", written, func, args, {})
-        return self._perform("call_method", name, func, args, kwargs)
+            return self.perform("call_function", written, func, args, {})
+        return self.perform("call_method", name, func, args, kwargs)
 
     def _from_flags(self, tensors: Any) -> bool:
         """Whether values depend only on integers and flags in the arguments of the model.
@@ -678,7 +625,7 @@ class Tracer(TorchFunctionMode):
 
     # Nodes
 
-    def _perform(
+    def perform(
         self, op: str, target: Any, fn: Callable[..., Any], args: Any, kwargs: dict[str, Any]
     ) -> Any:
         self._check_draws()
@@ -827,8 +774,8 @@ class Tracer(TorchFunctionMode):
         if id(leaf) in self._nodes:
             return self._nodes[id(leaf)]
         module = leaf.__self__ if isinstance(leaf, MethodType) else leaf
-        if isinstance(module, nn.Module) and module in self._paths:
-            return self._module_node(leaf, module, self._paths[module])
+        if isinstance(module, nn.Module) and module in self.paths:
+            return self._module_node(leaf, module, self.paths[module])
         if isinstance(leaf, nn.Module) or (isinstance(leaf, Tensor) and leaf.requires_grad):
             self._fault(f"a {type(leaf).__name__} that is no part of the model is used")
         by_value = not isinstance(leaf, Tensor)  # so equal objects have one name in every run
@@ -861,17 +808,109 @@ class Tracer(TorchFunctionMode):
         self.faults.append(Whole(self._call[-1][1], line_in_model(), what))
 
 
+# Patches: what a trace records
+
+
+def tracing(model: nn.Module, run: Callable[[], _T]) -> _T:
+    """Calls a function in which each ``Tracer`` records what the model does.
+
+    Classes are patched once for all runs, because each patch makes Python look up anew what is in
+    a class and its subclasses.
+    """
+    patches, kinds = Patches(), {type(module) for module in model.modules()}
+
+    def patched() -> _T:
+        for cls in {cls for kind in kinds for cls in kind.__mro__ if issubclass(cls, nn.Module)}:
+            for name, replaced in ("__call__", _trace_call), ("__setattr__", _trace_set):
+                if name in cls.__dict__:
+                    patches.put(cls, name, replaced(cls.__dict__[name]))
+        for cls in kinds:
+            patches.put(cls, "__getattribute__", _trace_get(cls.__getattribute__))
+        apply = _trace_apply(torch.autograd.Function.__dict__["apply"])
+        patches.put(torch.autograd.Function, "apply", classmethod(apply))
+        script: Any = torch.jit.ScriptFunction
+        patches.put(script, "__call__", _trace_script(script.__call__))
+        for of, name, cached in _cached_functions(len(sys.modules)):
+            patches.put(of, name, _uncached(cached))
+        return run()
+
+    return patches.around(patched)
+
+
+def _trace_call(call: Callable[..., Any]) -> Callable[..., Any]:
+    def called(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        trace = Tracer.current
+        if trace is None or trace.idle or module not in trace.paths:
+            return call(module, *args, **kwargs)
+        return trace.called(call, module, args, kwargs)
+
+    return called
+
+
+def _trace_get(get: Callable[..., Any]) -> Callable[..., Any]:
+    def read(owner: Any, key: str) -> Any:
+        trace = Tracer.current
+        if trace is None or trace.idle or key[:2] == "__" or id(owner) not in trace.watched:
+            return get(owner, key)
+        try:
+            value = get(owner, key)
+        except AttributeError:
+            trace.add_read(owner, key)
+            raise
+        return trace.add_read(owner, key, value)
+
+    return read
+
+
+def _trace_set(put: Callable[..., Any]) -> Callable[..., Any]:
+    def written(module: nn.Module, key: str, value: Any) -> None:
+        trace = Tracer.current
+        if trace is not None and not trace.idle and module in trace.paths:
+            trace.add_write(module, key, value)
+        put(module, key, value)
+
+    return written
+
+
+def _trace_apply(apply: Any) -> Callable[..., Any]:
+    def applied(cls: Any, *args: Any, **kwargs: Any) -> Any:
+        own, trace = apply.__get__(None, cls), Tracer.current
+        if trace is None or trace.idle:
+            return own(*args, **kwargs)
+        return trace.applied(cls, own, args, kwargs)
+
+    return applied
+
+
+def _trace_script(call: Callable[..., Any]) -> Callable[..., Any]:
+    def called(function: Any, *args: Any, **kwargs: Any) -> Any:
+        trace = Tracer.current
+        if trace is None or trace.idle:
+            return call(function, *args, **kwargs)
+        target = Function(function, function.name)
+        return trace.perform("call_function", target, function, args, kwargs)
+
+    return called
+
+
+def _uncached(cached: Any) -> Callable[..., Any]:
+    """A cached function, without its cache for numbers with a node: keys compare by value."""
+
+    def called(*args: Any, **kwargs: Any) -> Any:
+        given = flatten((args, kwargs))[0] if Tracer.current is not None else ()
+        numbers = any(isinstance(each, _Number) for each in given)
+        return (cached.__wrapped__ if numbers else cached)(*args, **kwargs)
+
+    return called
+
+
 @functools.cache
-def _caches_in(count: int) -> list[tuple[Any, str, Any]]:
+def _cached_functions(_: int) -> list[tuple[Any, str, Any]]:
+    """The functions with a cache in so many imported modules, as (module, name, function)."""
     known, kind = {"torch", "syncpipe", *sys.stdlib_module_names}, functools._lru_cache_wrapper
     modules = [m for name, m in list(sys.modules.items()) if name.partition(".")[0] not in known]
     found = [(m, n, f) for m in modules for n, f in list(getattr(m, "__dict__", {}).items())]
     return [each for each in found if type(each[2]) is kind]
-
-
-def cached_functions() -> list[tuple[Any, str, Any]]:
-    """The functions with a cache in imported modules, as (module, name, function)."""
-    return _caches_in(len(sys.modules))
 
 
 def line_in_model() -> str:
