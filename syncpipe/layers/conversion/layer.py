@@ -95,9 +95,10 @@ def layers_of(
     for path, tensor in members.items():
         if not any(path in own for own in used):
             homes.setdefault(tensor, layers[-1]).hold(model, path)
+    names = list(members), list(model.state_dict())
+    several = len({tensor.device for tensor in members.values()}) > 1
     for layer in layers:
-        layer._names = list(members), list(model.state_dict())
-        several = len({tensor.device for tensor in members.values()}) > 1
+        layer._names = names
         layer._gathers = several and bool(_members(layer))
         if any(kind in code.text for kind in _FLOATS for code in layer._codes):
             layer._code_dtype = layer._dtype
@@ -153,9 +154,12 @@ def _cut_costs(nodes: list[fx.Node]) -> list[float]:
     memory = {node: set(map(storage_of, found)) for node, found in tensors.items()}
     costs = [0.0] * (len(nodes) + 1)
     for p, node in enumerate(nodes):
+        crossing = max(1, sum(tensor.nbytes for tensor in tensors[node]))
         for k in range(p + 1, last_use.get(node, 0) + 1):
-            costs[k] += max(1, sum(tensor.nbytes for tensor in tensors[node]))
-        used = node.all_input_nodes if node.meta["writes"] else []
+            costs[k] += crossing
+        if not node.meta["writes"]:
+            continue
+        used = node.all_input_nodes
         written = set[int]().union(*(memory[each] for each in used))
         for q, alias in enumerate(nodes[:p]):
             if written & memory[alias] and alias not in used and last_use.get(alias, 0) > p:

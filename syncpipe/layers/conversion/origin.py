@@ -56,8 +56,10 @@ class Read(NamedTuple):
 
 def attribute(owner: Any, key: str) -> Any:
     """The attribute in the ``__dict__`` of an object or of its class, or ``MISSING``."""
-    places = (vars(owner), *map(vars, type(owner).__mro__))
-    return next((place[key] for place in places if key in place), MISSING)
+    own = vars(owner)
+    if key in own:
+        return own[key]
+    return next((vars(cls)[key] for cls in type(owner).__mro__ if key in vars(cls)), MISSING)
 
 
 class Origin:

@@ -19,10 +19,9 @@ import re
 import sys
 import threading
 import time
-import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from types import MethodType, SimpleNamespace
+from types import FrameType, MethodType, SimpleNamespace
 from typing import Any, ClassVar, NamedTuple, TypeVar
 
 import torch
@@ -67,6 +66,8 @@ _DTYPE_READS = 64
 #: Operations of the first and last nodes of a trace.
 _ENDS = ("placeholder", "output")
 _TREES = (tuple, list, torch.Size, dict, slice)
+#: The most frequent leaves of trees.
+_LEAVES = frozenset({Tensor, nn.Parameter, fx.Node, *PLAIN})
 _NOT_THE_MODEL = (torch.__file__.removesuffix("__init__.py"), __file__.removesuffix("trace.py"))
 
 
@@ -142,8 +143,8 @@ def map_tree(fn: Callable[[Any], Any], tree: Any, build: Callable[..., Any] | No
     plain tuples, lists, dicts and slices are made by ``build(class, args, kwargs)``, by default by
     their class.
     """
-    kind, parts = type(tree), _parts(tree)
-    if parts is None:
+    kind = type(tree)
+    if kind in _LEAVES or (parts := _parts(tree)) is None:
         return fn(tree)
     new = {key: map_tree(fn, value, build) for key, value in parts.items()}
     if all(new[key] is parts[key] for key in parts):
@@ -645,14 +646,16 @@ class Tracer(TorchFunctionMode):
             result = fn(*map_tree(plain, args), **map_tree(plain, kwargs))
         finally:
             self._paused = False
-        seconds, self._python_random = time.thread_time() - start, random.getstate()
+        seconds = time.thread_time() - start
         written = [
             t for t, v in zip(tensors, versions, strict=True) if v is not None and v != t._version
         ]
-        counts = any(_varies(leaf) for leaf in flatten(result)[0])
-        if op != "call_module" and not (written or isinstance(target, Function)):
+        if op == "call_module" or isinstance(target, Function):
+            self._python_random = random.getstate()
+        elif not (written or isinstance(result, Tensor)):
             lone = not any(isinstance(leaf, fx.Node) for leaf in flatten(given)[0])
             lone |= target is getattr and not _varies(result)
+            counts = any(map(_varies, flatten(result)[0]))
             if not counts or (lone and not tensors_in(result)):
                 return result
         node = self._add(op, target, *given)
@@ -712,15 +715,14 @@ class Tracer(TorchFunctionMode):
         """Make a node; a node with an explicit ``key`` is no step of the call."""
         call = self._call
         name = target if isinstance(target, str) else getattr(target, "__name__", "value")
-        node = self._graph.create_node(op, target, tuple(args), dict(kwargs or {}))
+        node = self._graph.create_node(op, target, tuple(args), dict(kwargs or {}), "node")
         used = node.all_input_nodes[: 1 if target in ("to", "type_as") else None]
         node.meta.update(
             of_input=op == "placeholder" or any(each.meta["of_input"] for each in used),
             call=call, key=key or (*call, self.steps[call]), owner=call[-1][1],
             line=line_in_model(), pure=pure or (key is not None and op not in _ENDS),
             at=len(self._graph.nodes), writes=False, value=None, reads=frozenset(), dtypes=(),
-            grad=torch.is_grad_enabled(),
-            name=re.sub(r"^(?=\d|$)", "value_", re.sub(r"\W", "_", name).strip("_")),
+            grad=torch.is_grad_enabled(), name=_identifier(name),
         )  # fmt: skip
         self.steps[call] += key is None
         if value is not None:
@@ -915,17 +917,36 @@ def _cached_functions(_: int) -> list[tuple[Any, str, Any]]:
 
 def line_in_model() -> str:
     """The innermost line of the model's code that is running, for messages."""
-    for frame, line in traceback.walk_stack(None):
-        file = frame.f_code.co_filename
-        if not file.startswith(_NOT_THE_MODEL):
-            code = linecache.getline(file, line).strip()
-            return f"{file}:{line}, in {frame.f_code.co_name}: {code}"
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        if not _is_library(frame.f_code.co_filename):
+            return _line(frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name)
+        frame = frame.f_back
     return ""
+
+
+@functools.cache
+def _is_library(file: str) -> bool:
+    return file.startswith(_NOT_THE_MODEL)
+
+
+@functools.cache
+def _line(file: str, line: int, function: str) -> str:
+    return f"{file}:{line}, in {function}: {linecache.getline(file, line).strip()}"
+
+
+@functools.cache
+def _identifier(name: str) -> str:
+    """A name for generated code."""
+    return re.sub(r"^(?=\d|$)", "value_", re.sub(r"\W", "_", name).strip("_"))
 
 
 def _dtype_of(node: fx.Node) -> torch.dtype | None:
     """The floating-point dtype among the arguments of a node."""
-    found = [a for a in flatten((node.args, node.kwargs))[0] if isinstance(a, torch.dtype)]
+    found = list[torch.dtype]()
+    fx.node.map_aggregate(
+        (node.args, node.kwargs), lambda a: found.append(a) if type(a) is torch.dtype else a
+    )
     return next((dtype for dtype in found if dtype.is_floating_point), None)
 
 
