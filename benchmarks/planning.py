@@ -20,9 +20,12 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
-from itertools import combinations, combinations_with_replacement, pairwise
+from itertools import accumulate, combinations, combinations_with_replacement, pairwise
 from pathlib import Path
 from typing import Any
+
+import torch
+from torch import Tensor
 
 import syncpipe
 from benchmarks.common import Group, Options, Part, Spread, rounds, timed
@@ -31,7 +34,8 @@ from benchmarks.tasks import LOOP, Peer, Task, check, plain, trained
 from syncpipe import Pipe
 from syncpipe.balance.profile import LayerProfile, Profile, SkipProfile
 from syncpipe.planner.candidates import Problem, one_f_one_b_shape
-from syncpipe.planner.chain import Chain, chunk_counts
+from syncpipe.planner.chain import Chain, chunk_counts, doubles, within
+from syncpipe.planner.cuts import least_largest
 from syncpipe.planner.machine import Machine
 from syncpipe.planner.search import search
 
@@ -179,6 +183,64 @@ def brute(options: Options) -> Part:
     part.aim("99 % of them optimal", optimal >= 0.99, f"{optimal:.2%}")
     part.aim("the worst 1.02", max(every["all"]) <= 1.02, f"{max(every['all']):.4f}")
     return part
+
+
+# -- PipeDream's formula ---------------------------------------------------------------------------
+
+
+def pipedream(
+    profile: Profile, machines: int, bandwidth: float, *, samples: int
+) -> tuple[tuple[int, int, int], ...]:
+    """The stages and replicas that minimize PipeDream's formula exactly, as results/papers.md has.
+
+    With ``A(i, m)`` the time for the layers from ``i`` on, on ``m`` machines::
+
+        T(i..j, m) = 1/m max( sum T_l, 4 (m-1) sum |w_l| / (m bandwidth) )
+        A(i, m) = min( T(i..L, m), min max( T(i..j, m'), 2 a_i / (bandwidth m'), A(j, m-m') ) )
+                                   j, m'
+
+    ``T_l`` is the time of forward and backward of layer ``l``, ``a_i`` the bytes of activations
+    that cross the cut (gradients of the same size come back), and ``|w_l|`` the bytes of trained
+    parameters. Each replica is a server for an m-th of the parameters: it sends all other
+    gradients, receives its own, and does the same with the new parameters, 4 (m-1)/m of the bytes
+    in total. Ties are decided by fewer stages, then by fewer bytes between stages.
+
+    Sources: Harlap et al. 2018, PipeDream: Fast and Efficient Pipeline Parallel DNN Training, and
+    Narayanan et al. 2019, PipeDream: Generalized Pipeline Parallelism for DNN Training, section
+    3.1.
+
+    Args:
+        profile: the costs of the layers. A skip counts at every cut that it crosses.
+        machines: the number of machines; all are used.
+        bandwidth: bytes per second of a machine's network; ``math.inf`` for no transfer time.
+        samples: the samples in the mini-batch of one machine.
+
+    Returns:
+        For each stage its first layer, the layer after its last, and its number of machines.
+    """
+    profile = profile.of(samples)
+    chain, number = Chain.of(profile, samples, 1.0), len(profile.layers)
+    trained = (float(x.parameter_bytes - x.frozen_bytes) for x in profile.layers)
+    work, weights = doubles(chain.sums["time"]), doubles(accumulate(trained, initial=0.0))
+    crossing, ends = doubles([0.0, *chain.inputs[1:number]]), within(number, number)
+    for stash, pop, size in chain.skips:
+        crossing[stash + 1 : pop + 1] += size
+
+    def cost(m: int) -> Tensor:
+        """The time of stages on ``m`` machines: the longest of computing, exchange, transfer."""
+        exchanged = 4 * (m - 1) * (weights[ends] - weights[:-1, None]) / (m * bandwidth) / m
+        sent = 2 * crossing[:, None] / (bandwidth * m)
+        return torch.maximum(torch.maximum((work[ends] - work[:-1, None]) / m, exchanged), sent)
+
+    costs = [cost(m) for m in range(1, machines + 1)]
+    least, _ = least_largest(ends, machines, machines, lambda _, m: costs[m - 1])(machines)
+    # Among costs that are equal up to rounding: the fewest stages, and then the fewest bytes.
+    limit = least * (1 + 1e-12)
+    each = 1 + crossing[:, None] / (2 * float(crossing.sum()) or 1.0)
+    counted = [each.masked_fill(cost > limit, math.inf) for cost in costs]
+    return least_largest(
+        ends, machines, machines, lambda _, m: counted[m - 1], lambda own, after, _: own + after
+    )(machines)[1]
 
 
 # -- beside other plans ----------------------------------------------------------------------------

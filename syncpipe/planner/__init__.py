@@ -3,7 +3,6 @@
 from syncpipe.planner.alternatives import Alternative
 from syncpipe.planner.machine import Machine
 from syncpipe.planner.planning import NoPlan, Plan, StagePlan, plan
-from syncpipe.planner.replicas import replicated
 
 __all__ = [
     "Alternative",
@@ -12,5 +11,4 @@ __all__ = [
     "Plan",
     "StagePlan",
     "plan",
-    "replicated",
 ]

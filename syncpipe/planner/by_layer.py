@@ -17,7 +17,7 @@ from __future__ import annotations
 import math
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 from syncpipe.planner.candidates import Candidate, Problem, ScheduleShape
 from syncpipe.planner.chain import Chain, Mode, Spans, ends_of
@@ -49,7 +49,25 @@ class Refinement:
         self.problem = problem
         self._ways: dict[tuple[int, int, int], list[Way]] = {}
 
-    def modes(self, m: int, i: int, j: int) -> Iterator[Mode]:
+    def modes(self, shape: ScheduleShape, balance: Sequence[int]) -> list[Mode] | None:
+        """For each stage of a cut the mode that fits and takes the fewest seconds; None if for one
+        stage none fits.
+        """
+        problem, ends = self.problem, ends_of(balance)
+
+        def fits(s: int, mode: Mode) -> bool:
+            needs = problem.needs(shape, s, ends, mode).peak(shape.in_flight[s])
+            return bool(needs <= problem.machine.memory[s])
+
+        found = list[Mode]()
+        for s, (i, j) in enumerate(ends):
+            fitting = (mode for mode in self._by_seconds(shape.m, i, j) if fits(s, mode))
+            found += [mode for mode in [next(fitting, None)] if mode is not None]
+            if len(found) == s:
+                return None
+        return found
+
+    def _by_seconds(self, m: int, i: int, j: int) -> Iterator[Mode]:
         """Modes of layers ``[i, j)`` with ``m`` micro-batches, the fastest first."""
         yield "store"
         if (m, i, j) not in self._ways:
@@ -61,35 +79,21 @@ class Refinement:
     def evaluate(
         self, shape: ScheduleShape, balance: Sequence[int], at_most: float
     ) -> Candidate | None:
-        """The candidate of a cut, each stage in the fastest way that fits; None if one does not
-        fit, or if the bound exceeds ``at_most`` seconds.
+        """The candidate of a cut with these modes; None if it does not fit, or if its bound exceeds
+        ``at_most`` seconds. A stage recomputes as a whole, which does not wait for the gradient, if
+        that is faster.
         """
-        problem, ends, modes = self.problem, ends_of(balance), list[Mode]()
-        stored: list[Mode] = ["store"] * shape.n
+        problem, stored = self.problem, cast("list[Mode]", ["store"] * shape.n)
         if problem.bound(shape, balance, problem.costs(shape, balance), stored) > at_most:
             return None
-        for s, (i, j) in enumerate(ends):
-            for mode in self.modes(shape.m, i, j):
-                needs = problem.needs(shape, s, ends, mode).peak(shape.in_flight[s])
-                if needs <= problem.machine.memory[s]:
-                    modes.append(mode)
-                    break
-            else:
-                return None
-        return problem.evaluate(shape, balance, modes, at_most)
-
-    def as_whole(self, candidate: Candidate) -> Candidate:
-        """The candidate, or a faster one in which some stages recompute as a whole: that does not
-        wait for the gradient.
-        """
-        for s, mode in enumerate(candidate.modes):
-            if isinstance(mode, tuple):
-                modes = [*candidate.modes[:s], "recompute", *candidate.modes[s + 1 :]]
-                args = candidate.shape, candidate.balance, modes, candidate.time
-                other = self.problem.evaluate(*args)
-                if other is not None and other.rank < candidate.rank:
-                    candidate = other
-        return candidate
+        modes = self.modes(shape, balance)
+        best = problem.evaluate(shape, balance, modes, at_most) if modes else None
+        for s in range(shape.n):
+            if best and isinstance(best.modes[s], tuple):
+                whole: list[Mode] = [*best.modes[:s], "recompute", *best.modes[s + 1 :]]
+                other = problem.evaluate(shape, balance, whole, best.time)
+                best = other if other and other.rank < best.rank else best
+        return best
 
 
 def ways(chain: Chain, i: int, j: int) -> list[Way]:

@@ -19,8 +19,11 @@ from functools import cached_property, lru_cache
 from itertools import accumulate, product
 from typing import Any
 
+import torch
+from torch import Tensor
+
 from syncpipe.balance.profile import Profile
-from syncpipe.planner.chain import Chain, Mode, StageMemory, costs_of, ends_of, sizes_of
+from syncpipe.planner.chain import Chain, Mode, StageMemory, costs_of, doubles, ends_of, sizes_of
 from syncpipe.planner.machine import Machine
 from syncpipe.progress import NO_BAR
 from syncpipe.runtime.worker import has_lock
@@ -28,7 +31,7 @@ from syncpipe.schedules import one_f_one_b
 from syncpipe.schedules.player import Costs, TimeTable, heads_and_tails, lower_bound, play
 from syncpipe.schedules.schedule import HALVES, KINDS, Kind, Schedule, devices_of, stages_on
 
-__all__ = ["ADAM", "Candidate", "Problem", "ScheduleShape", "one_f_one_b_shape"]
+__all__ = ["ADAM", "Candidate", "Problem", "ScheduleShape", "one_f_one_b_shape", "slots_bound"]
 
 #: ``param_scale`` for the parameter, its gradient and Adam's two moments. A step of Adam takes the
 #: size of the parameters once more in PyTorch's kernels for lists, the default on accelerators.
@@ -297,7 +300,7 @@ class Problem:
             shares = _shares(self.chain(shape.m).sums["interpreter"], balance, modes)
             again = [count + shape.m * x for count, x in zip(counts, shares, strict=True)]
         python = self.interpreter(shape.m, balance, again)
-        if _slots_bound(shape, costs, counts) > at_most:
+        if _bound_of(shape, costs, counts) > at_most:
             return None
         bound = max(python, self.bound(shape, balance, costs, modes))
         if bound > at_most:
@@ -372,21 +375,37 @@ def _shares(
         yield again / (sums[j] - sums[i]) if again else 0.0
 
 
-def _slots_bound(shape: ScheduleShape, costs: Costs, counts: Sequence[int]) -> float:
-    """The lower bound for 1F1B with these slots that :mod:`syncpipe.planner.search` states."""
+def slots_bound(m: float, count: int, q: Any, f: Any, b: Any, after: Any, again: Any) -> Tensor:
+    """Lower bounds of a step under 1F1B, less the time of one micro-batch before each stage.
+
+    For a stage with ``q`` slots let ``F`` be its forward, ``B`` its backward, ``R`` its backward
+    with recomputation, ``pre`` the time of one micro-batch in the stages before it, forward and
+    backward, and ``D`` the same in the stages after it. Then::
+
+        m > q:   T >= pre + m (F+R) + [D - (q-1) F]+ + [D - (q-1) R]+
+        m <= q:  T >= pre + max( m (F+R),  F + D + B + (m-1) R,  m F + D + B )
+        always:  T >= pre + ceil(m / q) (F + D + B)
+
+    Args:
+        m: micro-batches, of which a smaller last one counts as a fraction; ``count`` whole ones.
+        q, f, b, after: slots, ``F``, ``B`` and ``D`` of one stage or, as tensors, of many.
+        again: seconds of recomputation, which begins while the gradient is on its way.
+    """
+    r, rest = b + again, (after - again).clamp(min=0)
+    idle = (rest - (q - 1) * f).clamp(min=0) + (rest - (q - 1) * r).clamp(min=0)
+    few = torch.maximum(f + (m - 1) * r, m * f) + after + b
+    work = m * (f + r)
+    own = torch.where(q < count, work + idle, torch.maximum(work, few))
+    return torch.maximum(own, (math.floor(m) / q).ceil() * (f + after + b))
+
+
+def _bound_of(shape: ScheduleShape, costs: Costs, counts: Sequence[int]) -> float:
+    """The lower bound for 1F1B with the slots of a shape; 0 for others."""
     if not shape.slots or costs.last:
         return 0.0
-    heads, tails = heads_and_tails(shape.device_of, costs, False)
-    backs, m, least = costs.times["backward"], shape.m, 0.0
-    there = heads[-1] + costs.forward[-1] + backs[-1] + tails[-1]
-    for j, q in enumerate(shape.slots):
-        f, b, pre = costs.forward[j], backs[j], heads[j] + tails[j]
-        right, r = there - pre - f - b, b + costs.recompute[j] * bool(counts[j])
-        work = m * (f + r)
-        if q < m:
-            rest = right - (r - b) * (j + 1 < shape.n)
-            work += max(0.0, rest - (q - 1) * f) + max(0.0, rest - (q - 1) * r)
-        else:
-            work = max(work, f + right + b + (m - 1) * r, m * f + right + b)
-        least = max(least, pre + work, pre + -(-m // q) * (f + right + b))
-    return least * (1 - 1e-9)
+    heads, tails = (doubles(row) for row in heads_and_tails(shape.device_of, costs, False))
+    f, b = doubles(costs.forward), doubles(costs.times["backward"])
+    pre, again = heads + tails, doubles(costs.recompute) * (torch.tensor(counts) > 0)
+    after = (pre + f + b)[-1] - pre - f - b
+    own = slots_bound(shape.m, shape.m, doubles(shape.slots), f, b, after, again)
+    return float((pre + own).max()) * (1 - 1e-9)

@@ -41,7 +41,7 @@ from syncpipe.schedules.player import Costs
 
 __all__ = [
     "Chain", "LayerRange", "Mode", "Spans", "StageMemory", "chunk_counts", "costs_of", "doubles",
-    "ends_of", "sizes_of",
+    "ends_of", "sizes_of", "within",
 ]  # fmt: skip
 
 #: Runs of layers, ``(start, stop)``, each of which is recomputed from its input.
@@ -231,21 +231,18 @@ class Chain:
         return {what: doubles(each) for what, each in self.sums.items()}
 
     def _transient(
-        self,
-        begins: Sequence[int],
-        ends: Sequence[int],
-        *,
-        first: bool = False,
-        split: bool = False,
+        self, begin: Tensor, end: Tensor, *, first: bool = False, split: bool = False
     ) -> Any:
-        """Transient bytes of ranges, in the ``first`` backward, or in one ``split`` into halves."""
+        """Transient bytes of ranges, in the ``first`` backward, or in one ``split`` into halves.
+
+        ``begin`` is a column in ascending order, ``end`` has a row for each of its numbers.
+        """
         if not self.peaks:
             return 0.0
-        x, begin, at = self.tensors, torch.tensor(begins)[:, None], torch.tensor(ends)
-        low = begins[0]
-        layer = torch.arange(low, ends[-1])
+        x, low, high = self.tensors, int(begin[0]), int(end.max())
+        layer = torch.arange(low, high)
         to, shared, trained = x["stored"], x["shared"], x["trained"]
-        peaks = doubles(self.peaks[low : ends[-1]])
+        peaks = doubles(self.peaks[low:high])
         if split:  # no gradients of weights
             bare = x["inputs"][layer] + x["inputs"][layer + 1] + doubles(self.stored)[layer]
             peaks = torch.maximum(peaks - trained[layer + 1] + trained[layer], bare.minimum(peaks))
@@ -254,9 +251,9 @@ class Chain:
         if first:
             full -= trained[layer + 1] - trained[begin]
         most = full.masked_fill(layer < begin, -torch.inf).cummax(1)[0]
-        stored = to[at] - to[begin] + shared[begin]
+        stored = to[end] - to[begin] + shared[begin]
         least = -stored if first else torch.zeros_like(stored)
-        return torch.maximum(most[:, (at - 1 - low).clamp(min=0)] - stored, least)
+        return torch.maximum(most.gather(1, end - 1 - low) - stored, least)
 
     def _run(self, x: Mapping[str, Any], i: Any, j: Any, first: bool, transient: Any) -> LayerRange:
         f, b, fixed, stored, update = (
@@ -280,11 +277,15 @@ class Chain:
             first, f, b, fixed, inputs, stored, transient[0], alone, popped, returned, update
         )
 
-    def runs(self, at: Sequence[int], first: bool) -> LayerRange:
-        """All ranges between these boundaries as tensors; with ``first``, only from layer 0 on."""
-        begins = at[:1] if first else at[:-1]
-        transient = [self._transient(begins, at, first=which) for which in (False, True)]
-        i, j = torch.tensor(begins)[:, None], torch.tensor(at)
+    def runs(self, at: Sequence[int], first: bool, width: int = 0) -> LayerRange:
+        """The ranges from each of these boundaries to the next ``width``, or to all, as tensors;
+        with ``first``, only from layer 0 on.
+        """
+        ends = torch.tensor(at)[within(len(at) - 1, width or len(at) - 1)]
+        i, j = torch.tensor(at)[:-1, None], ends
+        if first:
+            i, j = i[:1], j[:1]
+        transient = [self._transient(i, j, first=which) for which in (False, True)]
         return self._run(self.tensors, i, j, first, transient)
 
     @cached_property
@@ -293,12 +294,13 @@ class Chain:
 
     def split_transient(self, i: int, j: int) -> float:
         """Transient bytes of ``[i, j)`` if its backward is split into halves."""
-        return float(self._transient([i], [j], split=True))
+        return float(self._transient(*torch.tensor([[[i]], [[j]]]), split=True))
 
     def run(self, i: int, j: int) -> LayerRange:
         """The range ``[i, j)``, as numbers."""
         if (i, j) not in self._runs:
-            transient = [float(self._transient([i], [j], first=which)) for which in (False, True)]
+            at = torch.tensor([[[i]], [[j]]])
+            transient = [float(self._transient(*at, first=which)) for which in (False, True)]
             self._runs[i, j] = self._run(self.sums, i, j, i == 0, transient)
         return self._runs[i, j]
 
@@ -395,6 +397,11 @@ def costs_of(chain: Chain, machine: Machine, balance: Sequence[int], split: bool
         transfer=tuple(sent[1:]),
         skips=skips,
     )
+
+
+def within(count: int, width: int) -> Tensor:
+    """For each of ``count`` boundaries the next ``width``, at most the one at the end."""
+    return (torch.arange(count)[:, None] + torch.arange(1, width + 1)).clamp(max=count)
 
 
 def doubles(numbers: Iterable[float]) -> Tensor:

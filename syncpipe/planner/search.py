@@ -1,17 +1,8 @@
 """``search``: the cuts, micro-batches, slots and schedules with the shortest simulated step.
 
-Under 1F1B, :class:`CutFinder` finds the cut with the least bound for several choices of slots:
-the most slots that fit need not be the fastest, because too many forwards delay gradients. For a
-stage with ``q`` slots let ``F`` be its forward, ``B`` its backward, ``R`` its backward with
-recomputation, ``pre`` the time of one micro-batch in the stages before it, forward and backward,
-and ``D`` the same in the stages after it. Then
-
-    m > q:   T >= pre + m (F+R) + [D - (q-1) F]+ + [D - (q-1) R]+
-    m <= q:  T >= pre + max( m (F+R),  F + D + B + (m-1) R,  m F + D + B )
-    always:  T >= pre + ceil(m / q) (F + D + B)
-
-Each stage stores, recomputes or offloads, whichever has the least bound. The best candidates are
-simulated, then improved by moving single layers and slots.
+Under 1F1B, :class:`.CutFinder` finds the cut with the least bound for several choices of slots:
+the most slots that fit need not be the fastest, because too many forwards delay gradients. The best
+candidates are simulated, then improved by moving single layers and slots.
 
 Other schedules are tried with the numbers of devices and micro-batches of the best plans for 1F1B,
 starting from their cuts and from even ones.
@@ -21,11 +12,11 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import lru_cache
-from itertools import accumulate, combinations, pairwise, product
+from itertools import accumulate, combinations, islice, pairwise, product
 from operator import attrgetter
 from typing import Any
 
@@ -37,9 +28,9 @@ from syncpipe.format import in_bytes
 from syncpipe.options import consecutive
 from syncpipe.planner.by_layer import Refinement
 from syncpipe.planner.candidates import Candidate, Problem, ScheduleShape, one_f_one_b_shape
-from syncpipe.planner.chain import Mode, chunk_counts, doubles, ends_of, sizes_of
+from syncpipe.planner.chain import chunk_counts, doubles, ends_of, within
+from syncpipe.planner.cuts import BOUNDARIES, NOTICED, Balance, CutFinder, Slots, least_largest
 from syncpipe.planner.machine import Machine
-from syncpipe.planner.replicas import least_largest
 from syncpipe.schedules import SCHEDULES, auto, one_f_one_b
 from syncpipe.schedules.named import round_sizes
 
@@ -51,11 +42,13 @@ __all__ = [
 #: Budgets of simulated actions for a schedule that was asked for, and for a comparison; and the
 #: most cells of a schedule.
 _LONG, _SHORT, _CELLS = 300_000, 30_000, 4096
-#: The candidates to improve, the simulated actions for all and for each, and how many times slower
-#: than the best a candidate may be.
-_IMPROVED, _WORK, _EACH, _PROMISING = 32, 600_000, 100_000, 1.3
-#: Candidates that are refined by layer, and the most moves of each that are tried.
-_STARTS, _REFINED = 4, 300
+#: The candidates to improve, and the simulated actions for all and for each.
+_IMPROVED, _WORK, _EACH = 32, 600_000, 100_000
+#: How many times slower than the best a candidate may be to be improved, if there can be as many
+#: moves at least; with fewer moves less.
+_PROMISING, _MOVES = 1.3, 30
+#: Candidates that are refined by layer, and the simulated actions for each.
+_STARTS, _REFINED = 4, 100_000
 #: The parts of memory for which cuts are made that recompute by layer.
 _PARTLY = (1.0, 0.9, 1.1)
 #: Slots added on each stage to those of a good candidate.
@@ -68,15 +61,9 @@ _HARDLY, _LESS = 1.05, (0.94, 0.85, 0.7)
 _MOST_DEVICES = 64  # in the advice of an error
 _LAYOUTS = 200  # layouts with shared stages; if there are more, only some are tried
 _EXCHANGED = 16  # devices; with more, no two change places
-#: Boundaries of a first search, which a finer one near its cut follows; the most stages with a wide
-#: finer search; boundaries if the first search finds nothing.
-_BOUNDARIES, _FEW, _MOST_BOUNDARIES = 256, 16, 1024
+_MOST_BOUNDARIES = 1024  # if the first search finds nothing
 
-NOTICED = 1e-9  # smaller relative differences of time are rounding
-_ROUNDED = 1 + 1e-12  # tolerance of a memory limit, for sums in another order
-
-Slots = tuple[int, ...]
-Balance = tuple[int, ...]
+Evaluate = Callable[..., Candidate | None]
 Chunks = int | Iterable[int] | None
 
 _rank = attrgetter("rank")
@@ -89,144 +76,9 @@ class NoPlan(ValueError):
 # -- 1F1B ------------------------------------------------------------------------------------------
 
 
-class CutFinder:
-    """Finds the cuts with the least bounds under 1F1B, for one number of micro-batches."""
-
-    def __init__(self, problem: Problem, m: int, boundaries: int, by_layer: bool = False) -> None:
-        self.problem, self.count, self.boundaries = problem, m, boundaries
-        #: Whether a stage may recompute as large a part of its forward as it has to.
-        self.by_layer = by_layer
-        self.chain, self.machine = problem.chain(m), problem.machine
-        #: Micro-batches, of which a smaller last one counts as a fraction.
-        self.m = problem.batch_size / sizes_of(problem.batch_size, m)[0]
-        sums, layers = [*accumulate(reversed(self.chain.inputs[:-1]))], len(self.chain)
-        #: Mean bytes that cross each boundary from here on, in both directions.
-        self.sent = doubles([2 * sums[k] / (k + 1) for k in reversed(range(layers))] + [0.0])
-        self._runs = lru_cache(maxsize=4)(self.chain.runs)
-        self._any, self._stage = (lru_cache(maxsize=4)(self._bounds) for _ in range(2))
-        self.cut = lru_cache(maxsize=None)(self._cuts)
-
-    def lowest(self, n: int) -> float:
-        """Seconds below which no cut into ``n`` stages falls.
-
-        All work of a stage is between the arrival of the first micro-batch and the departure of the
-        last one, so a stage can have at most an m-th of the remaining time as its own.
-        """
-        speed, m, sums = self.machine.speed[:n], self.m, self.chain.sums["time"]
-        share = sums[-1] / max(speed) / (1 - (1 - 1 / m) ** n)
-        longest = max(b - a for a, b in pairwise(sums)) / max(speed)
-        return max(share, m * longest, m * sums[-1] / sum(speed)) * (1 - NOTICED)
-
-    def _cuts(self, n: int, slots: Slots = ()) -> tuple[float, Balance]:
-        """The least bound of the cuts into ``n`` stages, infinite if nothing fits, and its cut. By
-        default each stage has as many slots as fit.
-        """
-        layers = len(self.chain)
-        if n == 1:
-            return self._cut(1, slots, (0, layers))[0], (layers,)
-        step = -(-layers // self.boundaries)
-        value, ends = self._cut(n, slots, (*range(0, layers, step), layers))
-        while step > 1 and ends:
-            finer = -(-step // 4)
-            most = 2 * -(-step // finer) if n <= _FEW else 2
-            near = {end + k * finer for end in ends for k in range(-most, most + 1)}
-            value, ends = self._cut(n, slots, tuple(sorted(near & {*range(layers + 1)})))
-            step = finer
-        return value, tuple(b - a for a, b in pairwise(ends))
-
-    def _cut(self, n: int, slots: Slots, at: tuple[int, ...]) -> tuple[float, list[int]]:
-        """The least bound with cuts at the boundaries ``at``, and the boundaries of its stages."""
-        machine, inputs = self.machine, self.chain.tensors["inputs"][[*at[:-1]], None]
-        speed, memory = machine.speed[:n], machine.memory[:n]
-
-        def ways(k: int) -> Tensor:
-            return inputs * (machine.transfer(1.0, n - k - 1, n - k) if k < n else 0.0)
-
-        def cost(k: int, _: int) -> Tensor:
-            s = n - k
-            left, right = max(speed[:s], default=1.0), max(speed[s + 1 :], default=1.0)
-            asked = (slots[s], slots[0]) if slots else None
-            # The average transfer after this stage; the bound for any slots leaves it out.
-            each = (k - 1) * machine.transfer(1.0, s, s + 1) if asked and k > 1 else 0.0
-            stage = self._stage if asked else self._any
-            own: Tensor = stage(at, asked, s == 0, memory[s], speed[s], left, right, each)
-            least = doubles([self.chain.sums["time"][-1] / max(speed)])
-            return torch.maximum(own, least + (self.m - 1) * ways(k))
-
-        def both(own: Tensor, after: Tensor, k: int) -> Tensor:
-            # In a tie this stage has the least work.
-            return torch.maximum(own, after) + 2 * ways(k) + 1e-7 * own
-
-        value, stages = least_largest(len(at) - 1, n, 1, cost, both)
-        return value * (1 - 1e-7 * n), [at[i] for i, _, _ in stages] + [at[-1]] * bool(stages)
-
-    def _bounds(
-        self, at: tuple[int, ...], asked: tuple[int, int] | None, first: bool, limit: float,
-        speed: float, left: float, right: float, each: float,
-    ) -> Tensor:  # fmt: skip
-        """The lower bounds of a step that has a stage from each boundary to each later one, without
-        transfers; infinite if the stage does not fit.
-
-        Args:
-            at: the boundaries.
-            asked: the slots of the stage and of stage 0; None for as many as fit.
-            first: whether the stage is stage 0.
-            limit: bytes of its device.
-            speed: of its device; ``left`` and ``right``: of the fastest device before and after it.
-            each: seconds of the transfers after it, per byte of each transfer.
-        """
-        chain, m, run = self.chain, self.m, self._runs(at, first)
-        f, b = run.forward / speed, run.backward / speed
-        times = chain.tensors["time"][[*at]]
-        before = times[: len(f), None] / left
-        after = (times[-1] - times) / right + each * self.sent[[*at]]
-        best, taken = torch.full_like(f, math.inf), self.machine.host * f
-
-        def over(q: Tensor, mode: Mode) -> Tensor:
-            # With any slots, a bound: only the skips that are sure to wait.
-            q0 = torch.full_like(q, asked[1]) if asked and not first else q
-            held = chain.needs(run, q, q0, mode, taken)
-            found: Tensor = held.peak(q) - limit * _ROUNDED
-            return found
-
-        def seconds(q: Tensor, b: Tensor, waits: bool = False) -> Tensor:
-            # With recomputation as a whole, which begins while the gradient is on its way.
-            r, rest = b + f * waits, (after - f * waits).clamp(min=0)
-            idle = (rest - (q - 1) * f).clamp(min=0) + (rest - (q - 1) * r).clamp(min=0)
-            few = torch.maximum(f + (m - 1) * r, m * f) + after + b
-            work = m * (f + r)
-            own = torch.where(q < self.count, work + idle, torch.maximum(work, few))
-            return torch.maximum(own, (math.floor(m) / q).ceil() * (f + after + b))
-
-        if self.by_layer and asked:
-            q = torch.tensor(float(asked[0]))
-            more, least = (over(q, mode) for mode in self.problem.modes[:2])
-            share = (more / (more - least).clamp(min=1e-30)).clamp(0, 1)
-            best = seconds(q, b + f * share).masked_fill((more > 0) & (least > 0), math.inf)
-            return best + before
-        for mode in self.problem.modes if limit < math.inf else self.problem.modes[:1]:
-            q = torch.tensor(float(asked[0])) if asked else torch.full_like(f, self.count)
-            more = over(q, mode)
-            least = more if asked else over(torch.ones_like(f), mode)
-            for _ in range(0 if asked else 3):  # memory is linear in slots in 2 or 3 pieces
-                grows = ((more - least) / (q - 1).clamp(min=1)).clamp(min=1e-30)
-                fewer = torch.minimum(1 + (-least / grows).floor(), q - 1).clamp(min=1)
-                q = torch.where(more > 0, fewer, q)
-                more = over(q, mode)
-            if not asked:
-                q, more = torch.where(more > 0, 1.0, q), torch.where(more > 0, least, more)
-            own = seconds(q, b, mode == "recompute")
-            if mode == "offload":
-                own = torch.maximum(own, self.problem.link_time(m, run.stored))
-            best = torch.where(more > 0, best, torch.minimum(best, own))
-            if mode == "store" and bool(((more <= 0) & (q == q.max())).all()):
-                break
-        return best + before
-
-
 def search(
     problem: Problem, *, chunks: Chunks = None, stages: int | None = None, improve: bool = True,
-    boundaries: int = _BOUNDARIES,
+    boundaries: int = BOUNDARIES,
 ) -> list[Candidate]:  # fmt: skip
     """The candidates under 1F1B that fit, the fastest first.
 
@@ -269,14 +121,10 @@ def search(
             cuts.setdefault((candidate.shape.m, candidate.balance, candidate.modes), candidate)
             best.setdefault(len(candidate.balance), candidate)
         for candidate in [*cuts.values()][:_IMPROVED] if improve else ():
-            if candidate.time < fastest * _PROMISING:
-                each = min(work, _EACH)
+            if candidate.time < fastest * _promising(candidate.shape):
+                each, n = min(work, _EACH), candidate.shape.n
                 candidate, left = improved(problem, candidate, each)
-                n, work, fastest = (
-                    len(candidate.balance),
-                    work - each + left,
-                    min(fastest, candidate.time),
-                )
+                work, fastest = work - each + left, min(fastest, candidate.time)
                 best[n] = min(best[n], candidate, key=_rank)
         first, found = min(best.values(), key=_rank), []
         m, n, own = first.shape.m, first.shape.n, first.shape.in_flight
@@ -291,7 +139,7 @@ def search(
             at_most = first.time * _HARDLY
             moves = (
                 problem.evaluate(one_f_one_b_shape(m, slots or ()), balance, at_most=at_most)
-                for balance, slots in _neighbours(problem, first)
+                for balance, slots in islice(_neighbours(problem, first), work // (m * n * 2))
             )
             found = [x for x in moves if x and x.excess <= 1 and x.time <= at_most]
             work -= len(found) * m * n * 2
@@ -336,6 +184,12 @@ def _rounded_down(bound: float) -> float:
     return float(f"{bound * (1 - NOTICED):.9e}")
 
 
+def _promising(shape: ScheduleShape) -> float:
+    """How many times slower than the best a candidate may be to be improved."""
+    moves = _EACH / (2 * shape.m * shape.n)
+    return 1 + (_PROMISING - 1) * min(1.0, moves / _MOVES)
+
+
 def _slot_choices(n: int, m: int) -> list[Slots]:
     """The choices of slots to try: as many as fit (empty), slots that hide transfers, halfway to
     the textbook's ``n - s``, these, parts of them, and one.
@@ -362,7 +216,8 @@ def _candidates(
             for part in (0, 0.5, 1)
         )
         for some in dict.fromkeys(filter(None, fitting)):
-            shape, at_most = one_f_one_b_shape(m, some), fastest * _PROMISING
+            shape = one_f_one_b_shape(m, some)
+            at_most = fastest * _promising(shape)
             candidate = problem.evaluate(shape, balance, at_most=at_most)
             if candidate is not None and candidate.excess <= 1:
                 found.append(candidate)
@@ -446,11 +301,14 @@ def _exchange(problem: Problem, order: tuple[int, ...], found: list[Candidate]) 
     return best[1]
 
 
-def improved(problem: Problem, candidate: Candidate, work: int) -> tuple[Candidate, int]:
+def improved(
+    problem: Problem, candidate: Candidate, work: int, evaluate: Evaluate | None = None
+) -> tuple[Candidate, int]:
     """A candidate at least as good, by moves of single layers and slots under any schedule; and the
     rest of ``work``, a budget of simulated actions.
     """
     actions, changed = sum(map(len, candidate.shape.schedule.actions)), candidate.shape.n > 1
+    evaluate = evaluate or problem.evaluate
     while changed:
         changed = False
         for balance, slots in _neighbours(problem, candidate):
@@ -458,7 +316,7 @@ def improved(problem: Problem, candidate: Candidate, work: int) -> tuple[Candida
                 return candidate, work
             shape = one_f_one_b_shape(candidate.shape.m, slots) if slots else candidate.shape
             at_most = candidate.time if candidate.excess <= 1 else math.inf
-            other = problem.evaluate(shape, balance, at_most=at_most)
+            other = evaluate(shape, balance, at_most=at_most)
             work -= actions if other else actions // 16
             if other and other.rank < candidate.rank:
                 candidate, changed = other, True
@@ -466,70 +324,51 @@ def improved(problem: Problem, candidate: Candidate, work: int) -> tuple[Candida
 
 
 def refined(
-    problem: Problem, found: Sequence[Candidate], chunks: Chunks = None,
-    refinement: Refinement | None = None,
-) -> Candidate:  # fmt: skip
-    """The best of these candidates under 1F1B, or a faster one whose stages recompute by layer.
+    problem: Problem, found: Sequence[Candidate], chunks: Chunks = None, stages: int | None = None
+) -> Candidate | None:
+    """The best of these candidates under 1F1B, or a faster one whose stages recompute by layer;
+    None if nothing fits.
 
-    Starts are the cuts of the candidates, and those with the least bounds if a stage may recompute
-    as large a part as it has to, with a little less or more memory, too: the bound knows no single
-    layers. The best of them are improved by single moves.
+    Starts are the cuts of the candidates, those that need the least memory, and those with the
+    least bounds if a stage may recompute as large a part as it has to, with a little less or more
+    memory, too: the bound knows no single layers. The best of them are improved by single moves.
     """
     if min(problem.machine.memory) == math.inf:
         return found[0]
-    best, refinement = found[0], refinement or Refinement(problem)
-    starts, counts = [best], chunk_counts(problem.batch_size, chunks)
-
-    small = len(problem.profile.layers) <= _BOUNDARIES
+    refinement, counts = Refinement(problem), chunk_counts(problem.batch_size, chunks)
+    near = [*found[:_STARTS]]
+    if not found or set(found[0].modes) != {"store"}:
+        m = counts[-1]
+        for n in [one.shape.n for one in near] or _stage_counts(problem, stages):
+            shape, balance = one_f_one_b_shape(m, (1,) * n), _least_share(problem, m, n)[1]
+            other = refinement.evaluate(shape, balance, math.inf)
+            near += [other] if other else []
+    if not near:
+        return None
+    starts, best = [*near], min(near, key=_rank)
+    small = len(problem.profile.layers) <= BOUNDARIES
     others = [_with_part(problem, part) for part in (_PARTLY if small else (1.0,))]
-
-    def tried(m: int, slots: Slots, balance: Balance, at_most: float) -> Candidate | None:
-        other = refinement.evaluate(one_f_one_b_shape(m, slots), balance, at_most)
-        return refinement.as_whole(other) if other else None
-
-    for start in found[:_STARTS]:
-        near, n = counts.index(start.shape.m), start.shape.n
-        for m in counts[max(0, near - 1) : near + 2]:
-            finders = [CutFinder(other, m, _BOUNDARIES, by_layer=True) for other in others]
+    for start in near:
+        at, n = counts.index(start.shape.m), start.shape.n
+        for m in counts[max(0, at - 1) : at + 2]:
+            finders = [CutFinder(other, m, BOUNDARIES, by_layer=True) for other in others]
             own = (start.shape.in_flight,) if m == start.shape.m else ()
             for slots in dict.fromkeys((*own, *_slot_choices(n, m)[1:])):
                 at_most, cuts = best.time * _HARDLY, [start.balance]
                 for finder in finders if finders[0].lowest(n) < at_most else ():
                     value, balance = finder.cut(n, slots)
                     cuts += [balance] * (value < at_most)
-                made = (tried(m, slots, balance, at_most) for balance in dict.fromkeys(cuts))
+                shape = one_f_one_b_shape(m, slots)
+                made = (refinement.evaluate(shape, cut, at_most) for cut in dict.fromkeys(cuts))
                 starts += filter(None, made)
                 best = min(starts, key=_rank)
     cuts_of = dict[Any, Candidate]()
     for start in sorted(starts, key=_rank):
         cuts_of.setdefault((start.shape.m, start.balance), start)
     for start in [*cuts_of.values()][:_STARTS]:
-        changed, left = True, min(_REFINED, _EACH // (start.shape.m * start.shape.n))
-        while changed and left and start.time < best.time * _HARDLY:
-            changed = False
-            for balance, some in [*_neighbours(problem, start)][:left]:
-                left -= 1
-                args = start.shape.m, some or start.shape.in_flight, balance, start.time
-                other = tried(*args)
-                if other is not None and other.rank < start.rank:
-                    start, changed = other, True
-        best = min(best, start, key=_rank)
+        if start.time < best.time * _HARDLY:
+            best = min(best, improved(problem, start, _REFINED, refinement.evaluate)[0], key=_rank)
     return best
-
-
-def _in_runs(problem: Problem, chunks: Chunks, stages: int | None) -> list[Candidate]:
-    """The best candidate by layer that starts from the cuts that need the least memory; empty if
-    nothing fits.
-    """
-    m, refinement = max(chunk_counts(problem.batch_size, chunks)), Refinement(problem)
-    tried = (
-        refinement.evaluate(
-            one_f_one_b_shape(m, (1,) * n), _least_share(problem, m, n)[1], math.inf
-        )
-        for n in _stage_counts(problem, stages)
-    )
-    found = sorted(filter(None, tried), key=_rank)
-    return [refined(problem, found, chunks, refinement)] if found else []
 
 
 def _neighbours(problem: Problem, candidate: Candidate) -> Iterator[tuple[Balance, Slots | None]]:
@@ -539,13 +378,9 @@ def _neighbours(problem: Problem, candidate: Candidate) -> Iterator[tuple[Balanc
     or one more or fewer on all stages up to one. Balances: a layer moves to another stage and all
     boundaries between move along; under 1F1B with the same slots, and with as many as fit.
     """
-    balance, slots, n, m = (
-        candidate.balance,
-        candidate.shape.slots,
-        candidate.shape.n,
-        candidate.shape.m,
-    )
-    for s in range(n) if slots else ():
+    balance, shape = candidate.balance, candidate.shape
+    slots, n, m = shape.slots, shape.n, shape.m
+    for s in range(n if slots else 0):
         assert slots
         for step in (-1, 1, 2, 4, -2):
             q = slots[s] + step
@@ -613,13 +448,11 @@ def choose(
         NoPlan: nothing fits into memory; the message names what would fit.
         ValueError: the schedule is impossible with these devices and layers.
     """
-    usual, order = schedule in (None, "1f1b"), tuple(range(len(problem.machine)))
+    usual = schedule in (None, "1f1b")
     choice: dict[str, Any] = {"chunks": chunks, "stages": stages if usual else None}
     order, found = search_orders(problem, **choice)
     there = problem.on(problem.machine.ordered(order))
-    usually = [refined(there, found, chunks)] if found else []
-    if not found or set(usually[0].modes) != {"store"}:
-        usually = sorted([*usually, *_in_runs(there, chunks, choice["stages"])], key=_rank)
+    usually = [one for one in [refined(there, found, **choice)] if one]
     made, how = usually, f"schedule={schedule!r}"
     if replicas:
         other, candidate = search_shared(problem, chunks)
@@ -684,9 +517,9 @@ def search_shared(problem: Problem, chunks: Chunks = None) -> tuple[tuple[int, .
         order = tuple([d for k in range(stride) for d in range(k, devices, stride)])
         there, candidates = problem.on(problem.machine.ordered(order)), list[Candidate]()
         counts = chunk_counts(problem.batch_size, chunks)
-        counts = tuple(m for m in counts if m * devices <= _CELLS) or counts[-1:]
+        counts, work = tuple(m for m in counts if m * devices <= _CELLS) or counts[-1:], _WORK
         for m in sorted(counts, key=lambda m: abs(math.log(m / (4 * devices)))):
-            for replicas, balance in _layouts(there, m):
+            for replicas, balance in _layouts(there, m) if work > 0 else ():
                 fitting = [one.time for one in candidates if one.excess <= 1]
                 for slots in ("overlap", "textbook"):
                     place = consecutive(replicas)
@@ -695,6 +528,7 @@ def search_shared(problem: Problem, chunks: Chunks = None) -> tuple[tuple[int, .
                         shape, balance, at_most=min(fitting, default=math.inf)
                     )
                     candidates += [candidate] if candidate else []
+                    work -= 2 * m * len(replicas)
                     if not candidate or candidate.excess <= 1:
                         break
         for candidate in sorted(candidates, key=_rank)[:2]:
@@ -718,21 +552,23 @@ def _layouts(problem: Problem, m: int) -> Iterator[tuple[tuple[int, ...], Balanc
                     yield replicas, tuple(b - a for a, b in pairwise((0, *ends, layers)))
         return
     chain, limit = problem.chain(m), min(problem.machine.memory)
-    at = (*range(0, layers, -(-layers // _BOUNDARIES)), layers)
+    at = (*range(0, layers, -(-layers // BOUNDARIES)), layers)
     run, sent = chain.runs(at, False), chain.tensors["inputs"][[*at[:-1]], None]
+    reach = within(len(at) - 1, len(at) - 1)
     rate = min(map(min, problem.machine.bandwidth))
     one, trained = torch.ones_like(run.forward), doubles(problem.trained(0, end) for end in at)
     held = [chain.needs(run, one, one, mode).peak(1) for mode in problem.modes[:2]]
     work = (run.forward + run.backward).masked_fill(torch.stack(held).amin(0) > limit, math.inf)
-    exchange = 2 * (trained - trained[:-1, None]) / rate
+    exchange = 2 * (trained[reach] - trained[:-1, None]) / rate
 
     def cost(_: int, d: int) -> Tensor:
         return torch.maximum(-(-m // d) * work, m * sent / rate) + (d - 1) * exchange
 
     found = dict[Any, None]()
     for most in (1, 2, 4, 8, devices):
+        cut = least_largest(reach, devices, min(devices, most), cost)
         for k in {devices, devices - 1, most} if most <= devices else ():
-            _, stages = least_largest(len(at) - 1, k, min(k, most), cost)
+            _, stages = cut(k)
             layout = tuple(r for *_, r in stages), tuple(at[j] - at[i] for i, j, _ in stages)
             found |= {layout: None} if stages else {}
     yield from found
@@ -853,12 +689,12 @@ def _least_share(problem: Problem, m: int, n: int) -> tuple[float, Balance]:
         run = chain.runs(at, first)
         one, taken = torch.ones_like(run.forward), machine.host * run.forward / speed
         held = [chain.needs(run, one, one, mode, taken).peak(1) for mode in problem.modes]
-        return torch.stack(held).amin(0).expand(len(at) - 1, -1)
+        return torch.stack(held).amin(0)
 
     def share(k: int, _: int) -> Tensor:
         return needs(k == n, machine.speed[n - k]) / machine.memory[n - k]
 
-    least, stages = least_largest(len(at) - 1, n, 1, share)
+    least, stages = least_largest(within(len(at) - 1, len(at) - 1), n, 1, share)(n)
     return least, tuple(at[j] - at[i] for i, j, _ in stages)
 
 

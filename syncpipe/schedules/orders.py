@@ -151,6 +151,6 @@ def _with_slots(
     return merge_orders(name, m, devices, rows)
 
 
-@lru_cache(maxsize=256)
+@lru_cache(maxsize=2048)
 def _stage_order(m: int, j: int, back: Kind, first: int, delay: int) -> tuple[Action, ...]:
     return tuple(alternating(actions("forward", m, j), actions(back, m, j), first, delay))

@@ -60,7 +60,7 @@ def test_each_stage_recomputes_as_few_seconds_as_any_choice_of_runs(
     assert whole is not None
     limit = part * max(whole.on_device)
     problem = Problem(profile, Machine.even(2, limit), m, 2.0)
-    found = Refinement(problem).evaluate(shape, cut, math.inf)
+    found = Refinement(problem).modes(shape, cut)
     least: float | None = 0.0
     for s, (i, j) in enumerate(ends_of(cut)):
         fitting = [
@@ -72,10 +72,12 @@ def test_each_stage_recomputes_as_few_seconds_as_any_choice_of_runs(
         least = None if least is None or not fitting else least + min(fitting)
     assert (found is None) == (least is None)
     if found is not None:
-        assert found.excess == 1
+        candidate = problem.evaluate(shape, cut, found)
+        assert candidate is not None
+        assert candidate.excess == 1
         again = sum(
             sum(times[a] for run in runs_of(mode, *ends) for a in range(*run))
-            for mode, ends in zip(found.modes, found.ends, strict=True)
+            for mode, ends in zip(found, candidate.ends, strict=True)
         )
         assert again == least
 
@@ -97,6 +99,7 @@ def test_it_is_never_slower_nor_with_more_memory(seed: int) -> None:
         problem = Problem(profile, Machine.even(3, part * most, 12e9), 64, 2.0)
         if found := search(problem, chunks=8):
             chosen = refined(problem, found, 8)
+            assert chosen is not None
             assert chosen.excess == 1
             assert chosen.time <= found[0].time
             assert chosen.time <= before * 1.005

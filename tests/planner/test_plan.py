@@ -22,7 +22,7 @@ import syncpipe
 from syncpipe import Pipe, Worker
 from syncpipe.balance import LayerProfile, Profile
 from syncpipe.planner import Alternative, Machine, NoPlan, Plan
-from syncpipe.planner.replicas import least_largest
+from syncpipe.planner.cuts import least_largest
 from syncpipe.planner.search import LAYOUTS
 from syncpipe.schedules import build, gpipe, one_f_one_b, simulate
 from syncpipe.timeline.timeline import Timeline
@@ -440,7 +440,7 @@ def test_it_is_looked_for_on_one_thread(monkeypatch: pytest.MonkeyPatch) -> None
         return least_largest(*args)
 
     seen: list[int] = []
-    monkeypatch.setattr("syncpipe.planner.search.least_largest", noted)
+    monkeypatch.setattr("syncpipe.planner.cuts.least_largest", noted)
     before = torch.get_num_threads()
     torch.set_num_threads(3)
     try:

@@ -13,10 +13,11 @@ from hypothesis import strategies as st
 from torch import nn
 
 import syncpipe
+from benchmarks.planning import pipedream
 from syncpipe import Pipe
 from syncpipe.balance.profile import LayerProfile, Profile, SkipProfile
 from syncpipe.options import consecutive
-from syncpipe.planner import NoPlan, replicated
+from syncpipe.planner import NoPlan
 from syncpipe.planner.candidates import Problem, ScheduleShape
 from syncpipe.planner.chain import Chain, costs_of
 from syncpipe.planner.machine import Machine
@@ -85,7 +86,7 @@ def test_nothing_is_faster_with_fewer_stages_or_fewer_bytes(
         crossing = sum(sent(profile, first) for first, _, _ in stages)
         return float(f"{time_of(stages, profile, bandwidth):.10e}"), len(stages), crossing
 
-    found = replicated(profile, machines, bandwidth, samples=1)
+    found = pipedream(profile, machines, bandwidth, samples=1)
     assert rank(found) == min(map(rank, every(len(profile.layers), machines)))
     assert sum(r for *_, r in found) == machines
 
