@@ -172,9 +172,10 @@ def processor() -> str:
 
 
 def version(package: str) -> str | None:
-    """The version of an installed package."""
+    """The version of an installed package, by the name under which it is imported or published."""
+    published = importlib.metadata.packages_distributions().get(package, [package])[0]
     try:
-        return importlib.metadata.version(package)
+        return importlib.metadata.version(published)
     except importlib.metadata.PackageNotFoundError:
         return None
 
