@@ -552,12 +552,18 @@ class _Conversion:
     # Messages
 
     def _check_outputs(self, run: Tracer, varied: Any, m: int) -> None:
-        """Raise for outputs without the batch in dimension 0: they could not be concatenated."""
+        """Raise for outputs of the batch that cannot be concatenated along dimension 0."""
         n, result, common = self.signature.batch, run.result, run.nodes[-1].meta["common"]
         ragged = any(map(batch_kind, self.tensors))  # in a graph, rows are nodes, not samples
         (ours, _), (theirs, _) = flatten(result, batches=True), flatten(varied, batches=True)
         names, pairs = leaf_names("output", result, batches=True), zip(ours, theirs, strict=False)
         for at, (k, (a, b)) in zip(names, enumerate(pairs), strict=False):
+            if isinstance(a, int | float) and isinstance(b, int | float) and a != b:
+                raise ValueError(
+                    f"{at} of {self.name} is {a} for a batch of {n} and {b} for one of {m}, and "
+                    "each micro-batch has a number of its own: leave it out, or compute it of the "
+                    "other outputs"
+                )
             if k in common or not (
                 isinstance(a, Tensor) and isinstance(b, Tensor) and a.dim() == b.dim() > 0
             ):

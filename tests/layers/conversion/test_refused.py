@@ -74,6 +74,10 @@ def table(m: Any, x: Tensor) -> tuple[Tensor, Tensor]:
     return m.b(m.a(x)), x.sum(0)
 
 
+def counted(m: Any, x: Tensor) -> tuple[Tensor, int]:
+    return m.b(m.a(x)), 2 * len(x)
+
+
 class Frozen(ResNet):
     def train(self, mode: bool = True) -> Any:
         super().train(mode)
@@ -139,6 +143,7 @@ REFUSED: list[tuple[Any, tuple[Any, ...], type[Exception], str]] = [
     (does(lambda m, x: m.a(x) @ m.b(x).T), (X,), ValueError,
      r"output of Does .*the batch in dimension 0 and 1"),
     (does(table), (X,), ValueError, r"output\[1\] of Does .*it has no batch"),
+    (does(counted), (X,), ValueError, r"output\[1\] of Does is 6 for a batch of 3 and 2 .*of 1"),
     (does(lambda m, x: table(m, x) if m.training else m.b(m.a(x))), (X,), ValueError,
      r"output\[1\] of Does .*it has no batch"),
     (does(lambda m, images: m.b(m.a(torch.stack(images).mean((2, 3))))),
