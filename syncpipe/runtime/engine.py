@@ -128,10 +128,10 @@ class _Execution:
                 for step in self.steps.rows[w]:
                     if is_over():
                         raise _Cancelled
-                    key, i, needs, sends, to = step
+                    key, action, needs, sends, to = step
                     received = [take(needs)]
                     # The task gets the only reference to the received values.
-                    made = [self.runs[key](i, received.pop())]
+                    made = [self.runs[key](action.i, received.pop())]
                     for receiver, number, value in zip(to, sends, made.pop(), strict=True):
                         self.inboxes[receiver].put((number, value))
                         del value  # the receiver owns it
@@ -145,8 +145,9 @@ class _Execution:
         runs = self.runs
         values: dict[int, Any] = {}
         take, put = values.pop, values.__setitem__
-        for key, i, needs, sends, _ in self.steps.serial:
-            list(map(put, sends, runs[key](i, list(map(take, needs)))))  # no name holds a value
+        for key, action, needs, sends, _ in self.steps.serial:
+            # No name holds a value.
+            list(map(put, sends, runs[key](action.i, list(map(take, needs)))))
 
 
 class Engine:

@@ -38,15 +38,10 @@ class Step(NamedTuple):
     """An action, ready to be bound and run; messages are identified by numbers."""
 
     key: tuple[Kind, int]  # the key of its bound function: kind, and index of the replica
-    i: int
+    action: Action
     needs: tuple[int, ...]  # messages that it waits for, in the order of its arguments
     sends: tuple[int, ...]  # messages that it returns, in this order
     to: tuple[int, ...]  # the receiving worker of each message that it returns
-
-    @property
-    def action(self) -> Action:
-        kind, r = self.key
-        return Action(kind, self.i, r)
 
 
 @dataclass(frozen=True, eq=False)
@@ -63,7 +58,7 @@ class Steps:
     def backwards(self, r: int) -> list[int]:
         """The micro-batches of a replica in the order of their backwards."""
         steps = (step for row in self.rows for step in row if step.key[1] == r)
-        return [step.i for step in steps if KINDS[step.key[0]].sends == "gradient"]
+        return [step.action.i for step in steps if KINDS[step.key[0]].sends == "gradient"]
 
     @cached_property
     def serial(self) -> tuple[Step, ...]:
@@ -162,6 +157,6 @@ def step_maker(
             needs, sends = ([], [sums[i]]) if i else (sums[1:], [])
             workers = [worker_of(0, j)] * len(sends)
         key = kind, indices[j][i % len(indices[j])]
-        return Step(key, i, tuple(needs), tuple(sends), tuple(workers))
+        return Step(key, action, tuple(needs), tuple(sends), tuple(workers))
 
     return step

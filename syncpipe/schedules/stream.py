@@ -141,8 +141,11 @@ class StreamSteps:
         weights = [message + 1 for message in gradients]
         if k == 0:
             workers = [self._worker_of[index] for index in others]
-            yield Step(("update", owner), i, tuple(gradients), tuple(weights), tuple(workers))
+            action = Action("update", i, j)
+            yield Step(("update", owner), action, tuple(gradients), tuple(weights), tuple(workers))
         else:
             own, to = others[k - 1], self._worker_of[owner]
-            yield Step(("reduce", own), i + k, (), (gradients[k - 1],), (to,))
-            yield Step(("update", own), i + k, (weights[k - 1],), (), ())
+            action = Action("reduce", i + k, j)
+            yield Step(("reduce", own), action, (), (gradients[k - 1],), (to,))
+            action = Action("update", i + k, j)
+            yield Step(("update", own), action, (weights[k - 1],), (), ())

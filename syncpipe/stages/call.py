@@ -188,10 +188,10 @@ class Call(MiniBatch):
 
     def _run(self, steps: Steps, task: Any, *, inline: bool) -> None:
         self._wait_for_caller()
-        for part in self.parts:
-            part.begin(steps)
         engine = self.pipeline.engine
         try:
+            for part in self.parts:
+                part.begin(steps)
             # Locks of stages come before those of generators.
             run = partial(engine.run, steps, task.bind, self.state, inline=inline)
             run = partial(let_modules_hold, self.pipeline.drawing_modules, run)

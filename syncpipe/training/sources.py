@@ -121,10 +121,9 @@ def pair_of(item: Any, where: Any, at: str) -> tuple[Any, Any]:
     ``where`` is the key or index of the target, or a function of the item that returns it. None:
     the last of a tuple; a dict then has no target. ``at`` names the micro-batch in messages.
     """
+    if isinstance(item, Mapping) and isinstance(where, str | int):
+        return _without_key(item, where, "data_iter gave", at)
     if callable(where) or isinstance(item, Mapping):
-        if isinstance(where, str | int) and where not in item:
-            keys = ", ".join(map(repr, item))
-            raise ValueError(f"target={where!r}, but data_iter gave a dict with {keys}{at}")
         return input_and_target(item, where)
     length = f" of {len(item)}" if isinstance(item, tuple | list) else ""
     if not isinstance(item, tuple | list) or len(item) < 2:
@@ -151,9 +150,13 @@ def input_and_target(input: Any, target: Any) -> tuple[Any, Any]:
             f"target={target!r} is a key, and the input is a {type(input).__name__}, which has no "
             "keys: give the target itself, or a function of the input that returns it"
         )
-    if target not in input:
-        keys = ", ".join(map(repr, input))
-        raise ValueError(f"target={target!r}, but the input is a dict with {keys}")
-    rest: Any = copy(input) if isinstance(input, MutableMapping) else dict(input)
-    target = rest.pop(target)
+    return _without_key(input, target, "the input is")
+
+
+def _without_key(given: Mapping[Any, Any], key: Any, what: str, at: str = "") -> tuple[Any, Any]:
+    if key not in given:
+        keys = ", ".join(map(repr, given))
+        raise ValueError(f"target={key!r}, but {what} a dict with {keys}{at}")
+    rest: Any = copy(given) if isinstance(given, MutableMapping) else dict(given)
+    target = rest.pop(key)
     return rest, target

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections import OrderedDict
 from functools import partial
-from itertools import chain
+from itertools import chain, compress
 from numbers import Real
 from typing import Any
 
@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from syncpipe.runtime.interrupts import run_and_undo
+from syncpipe.runtime.recomputation import version_of
 from syncpipe.runtime.streams import moved
 from syncpipe.runtime.thread_state import backward_here
 from syncpipe.schedules.named import ScheduleLike, build
@@ -66,10 +67,12 @@ def train(
             task = TrainingTask(call, source, head, leaves, splits=built.splits)
             recomputed = call.rematerialized[: pipeline.n]
             steps = training_steps(pipeline.edges, built, recomputed, returns=call.returns)
-            # Post-accumulate hooks (an optimizer step, for example) run once a call, at its end.
+            # Post-accumulate hooks (an optimizer step, for example) run once, at the end of a call
+            # that added to the gradient.
             hooked = [p for p in chain(*leaves.parameters) if p._post_accumulate_grad_hooks]
             places: list[Any] = [leaf._post_accumulate_grad_hooks for leaf in hooked]
             hooks = list(map(OrderedDict, places))
+            before = [(leaf.grad, version_of(leaf.grad)) for leaf in hooked]
 
             def run() -> None:
                 for place in places:
@@ -77,10 +80,14 @@ def train(
                 call.run(steps, task)
 
             run_and_undo(run, map(OrderedDict.update, places, hooks))
+            added = [
+                leaf.grad is not grad or version_of(grad) != version
+                for leaf, (grad, version) in zip(hooked, before, strict=True)
+            ]
             results = results_of(call, head, objective, source, counts)
             _finish_gradients(task, head, objective, leaves, averaging)
-            for leaf, saved in zip(hooked, hooks, strict=True):
-                for hook in saved.values() if leaf.grad is not None else ():
+            for leaf, saved in compress(zip(hooked, hooks, strict=True), added):
+                for hook in saved.values():
                     hook(leaf)
         except BaseException:
             if leaves is not None:

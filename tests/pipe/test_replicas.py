@@ -286,6 +286,26 @@ def test_deferred_statistics(driver, checkpoint, momentum, chunks):
     assert_same(*found)
 
 
+def test_of_several_failures_that_of_the_earliest_stage_is_raised():
+    both, begun = threading.Barrier(2), []
+
+    def fail(message: str, i: int) -> Any:
+        def function(x: Tensor) -> None:
+            if begun and int(x[0, 0]) == i:
+                both.wait(60)
+                raise ValueError(message)
+
+        return Do(function)
+
+    layers = nn.Sequential(fail("early", 1), fail("late", 0))
+    pipe = dealt(layers, [1, 1], [2, 1], chunks=2, checkpoint="never")
+    x = torch.arange(2.0)[:, None]
+    pipe(x)
+    begun.append(True)
+    with pytest.raises(ValueError, match="early"):
+        pipe(x)
+
+
 def test_each_replica_runs_its_backwards_in_the_halves_of_the_schedule(monkeypatch):
     halves, whole = [], WeightGradients.accumulate
 

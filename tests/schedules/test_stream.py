@@ -38,7 +38,7 @@ def test_the_steps_are_those_of_1f1b_with_updates(n, m, chunks, count, skips):
         found = list(found)
         assert [step for step in found if step.key[0] != "update"] == list(row)
         after = [a for a, b in pairwise(found) if b.key[0] == "update"]
-        assert [(a.key[0], a.i) for a in after] == [
+        assert [(a.key[0], a.action.i) for a in after] == [
             ("backward", i) for i in range(chunks - 1, m, chunks)
         ]
 
@@ -57,21 +57,23 @@ def test_round_robin_never_stops_however_many_replicas_there_are(replicas, m):
     while any(heads):
         ready = [w for w, head in enumerate(heads) if head and there.issuperset(head.needs)]
         step = heads[w := ready[-1]]
-        if step.key[0] == "forward" and step.key[1] in numbers[0] and step.i >= m:
+        if step.key[0] == "forward" and step.key[1] in numbers[0] and step.action.i >= m:
             extent.end(m)
         there -= set(step.needs)
         there |= set(step.sends)
         done.append(step)
         heads[w] = next(rows[w], None)
-    empty = {number for s in done if s.key[0] == "forward" and s.i >= m for number in s.sends}
+    empty = {
+        number for s in done if s.key[0] == "forward" and s.action.i >= m for number in s.sends
+    }
     assert there <= empty
     for j, own in enumerate(numbers):
-        back = [s.i for s in done if s.key[0] == "backward" and s.key[1] in own]
+        back = [s.action.i for s in done if s.key[0] == "backward" and s.key[1] in own]
         assert sorted(back) == list(range(m))
-        updates = [s.i for s in done if s.key == ("update", j)]
+        updates = [s.action.i for s in done if s.key == ("update", j)]
         assert updates == list(range(0, m, len(own)))
         if max(replicas) == 1:  # one empty cell goes forward on each stage
-            assert [s.i for s in done if s.key == ("forward", j)] == list(range(m + 1))
+            assert [s.action.i for s in done if s.key == ("forward", j)] == list(range(m + 1))
 
 
 @given(n=st.integers(1, 5), m=st.integers(1, 40))

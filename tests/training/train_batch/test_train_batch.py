@@ -17,7 +17,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from syncpipe import NoChunk, Pipe, inline, is_recomputing
 from tests.support.models import CHECKPOINT_MODES
-from tests.support.running import Do, assert_same, in_threads, on_gradient, pipe_of
+from tests.support.running import Do, Using, assert_same, in_threads, on_gradient, pipe_of
 from tests.support.training import RUNS, assert_trains_as, weigh
 from tests.support.watched import Fails, numbered
 
@@ -164,6 +164,17 @@ def test_an_optimizer_in_backward_makes_one_step(schedule, devices):
     assert not seen
     pipe(x).sum().backward()  # hooks are still there
     assert len(seen) == len(expected)
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "zb_h1"])
+def test_hooks_after_a_gradient_run_for_what_the_call_added_to(schedule):
+    either = Using(lambda x, used, unused: used(x), nn.Linear(3, 3), nn.Linear(3, 3))
+    pipe, seen = pipe_of(nn.Sequential(either, nn.Linear(3, 1)), chunks=4), []
+    for name, parameter in pipe.named_parameters():
+        parameter.grad = torch.zeros_like(parameter)
+        parameter.register_post_accumulate_grad_hook(lambda _, name=name: seen.append(name))
+    pipe.train_batch(torch.randn(8, 3), loss_fn=torch.mean, schedule=schedule)
+    assert sorted(seen) == ["0.layers.0.bias", "0.layers.0.weight", "1.bias", "1.weight"]
 
 
 @pytest.mark.parametrize("run", ["naive", "gpipe", "1f1b", "zb_h1"])
