@@ -58,6 +58,8 @@ _LAYERS = (
     nn.TransformerEncoderLayer, nn.TransformerDecoderLayer, nn.MultiheadAttention, _NormBase,
 )  # fmt: skip
 _COMPILED = "it is compiled"
+#: The dimension of the input that has a size of the weight, counted from the end.
+_FEATURES = {nn.Linear: -1, nn.LayerNorm: -1, nn.Conv1d: -2, nn.Conv2d: -3, nn.Conv3d: -4}
 _STATE_METHODS = ("get_extra_state", "set_extra_state", "_save_to_state_dict")
 #: Bytes up to which a tensor on ``meta`` gets memory of its own for the conversion.
 _SMALL = 2**20
@@ -206,6 +208,11 @@ class _Conversion:
             and not (reason == _COMPILED and self._holds_most(path))
         }
         self._refuse_root()
+        #: Whether a mode is only a flag: other methods train() may set more.
+        self._one_train = signature.evaluation is None and all(
+            type(module).train is nn.Module.train and not isinstance(module, torch.jit.ScriptModule)
+            for module in model.modules()
+        )
         self._as_compiled = True
         self._numbers: set[str] | None = None  # None: not known yet, follow all
         with progress_bar(f"sequential({self.name})", "run", 20) as self._bar:
@@ -228,7 +235,8 @@ class _Conversion:
             )
 
     def _trace_runs(self) -> None:
-        self._sizes = self._other_sizes()
+        self._fixed = set[tuple[int, int]]()
+        self._sizes, self._varied = self._other_sizes(), set[tuple[int, int]]()
         while self._make_leaves(self._faults()):
             pass
         self._numbers = self._free_numbers()
@@ -302,20 +310,28 @@ class _Conversion:
         own = [*self.model.parameters(), *self.model.buffers()]
         self.notes: list[str] = []
         state = State({"": self.model}, own, objects=False)
+
+        def leaves(run: Tracer) -> list[Whole]:  # with these, all is run again
+            return self._leafable([*run.faults, *self._decisions(run)])
+
         try:
-            self.runs = self._run(self.tensors)
+            self.runs = self._run(self.tensors, leaves)
         except Exception:  # some leave out more than checks while they are compiled
             self._as_compiled = False
-            self.runs = self._run(self.tensors)
+            self.runs = self._run(self.tensors, leaves)
+        self._fixed |= set(self._features())
         faults = [fault for run in self.runs.values() for fault in run.faults]
-        faults += [
+        faults += chain(*map(self._decisions, self.runs.values()))
+        faults += self._writes(state)
+        return faults or self._vary_sizes()
+
+    def _decisions(self, run: Tracer) -> list[Whole]:
+        """Faults of modules that decide by a size or a value, without blocks inside."""
+        return [
             Whole(node.meta["owner"], node.meta["line"], "Python decides by a size or a value")
-            for run in self.runs.values()
             for node in run.nodes
             if node.target is guard and not self._has_blocks(node.meta["owner"])
         ]
-        faults += self._writes(state)
-        return faults or self._vary_sizes()
 
     @property
     def whole(self) -> list[Whole]:
@@ -324,16 +340,25 @@ class _Conversion:
         found = [leaf for path, leaf in self.leaves.items() if not path.startswith(outer)]
         return [leaf for leaf in found if self.model.get_submodule(leaf.path)._modules]
 
-    def _run(self, tensors: list[Tensor]) -> dict[bool, Tracer]:
-        """Trace a call in training and in evaluation."""
-        found = {}
-        for mode in (True, False):
-            self._bar.update()
-            call, names = self.signature.call(tensors, mode), self.signature.of(mode).names
-            model = self.model.train(mode)
-            given = self.leaves, self._paths, self._objects, names, self._as_compiled
-            found[mode] = Tracer(model, *given, *call)
-        return found
+    def _run(
+        self, tensors: list[Tensor], enough: Callable[[Tracer], Any] = lambda _: False
+    ) -> dict[bool, Tracer]:
+        """Trace a call in training, and in evaluation unless the trace in training is ``enough``.
+
+        If nothing depends on the mode, it is one run and one trace.
+        """
+        training = self._trace(tensors, True)
+        if self._one_train and not training.mode_matters:
+            return {True: training, False: training}
+        if enough(training):
+            return {True: training}
+        return {True: training, False: self._trace(tensors, False)}
+
+    def _trace(self, tensors: list[Tensor], mode: bool) -> Tracer:
+        self._bar.update()
+        call, names = self.signature.call(tensors, mode), self.signature.of(mode).names
+        given = self.leaves, self._paths, self._objects, names, self._as_compiled
+        return Tracer(self.model.train(mode), *given, *call)
 
     def _make_leaves(self, faults: list[Whole]) -> bool:
         """Make the modules at fault leaves; returns whether any were, and raises if none can be."""
@@ -450,23 +475,37 @@ class _Conversion:
             found.setdefault(frozenset(group), [size // 2, 2 * size])
         return found
 
+    def _features(self) -> Iterator[tuple[int, int]]:
+        """Dimensions of inputs whose size a weight has, too: the model refuses any other."""
+        for node in self.runs[True].nodes:
+            given = node.args[0] if node.op == "call_module" and node.args else None
+            while isinstance(given, fx.Node) and given.target == "to":
+                given = given.args[0]
+            if isinstance(given, fx.Node) and given.op == "placeholder":
+                module = self.model.get_submodule(str(node.target))
+                dims = len(shape_of(given.meta["value"]))
+                at = dims + _FEATURES.get(type(module), -dims - 1)
+                if at >= 0 and not hooks_of(module):
+                    yield self.signature.names.index(str(given.target)), at
+
     def _vary_sizes(self) -> list[Whole]:
         """Run other sizes; returns the faults of modules that can be leaves instead.
 
         Sizes that could not be varied must be the sample's in every call.
         """
-        free = set[tuple[int, int]]()
+        free = set(self._varied)  # with more leaves, what did not matter does not matter either
         found: list[Whole] = []
         harmless: dict[fx.Node, bool] = {}
         for number, (group, sizes) in enumerate(self._sizes.items()):
-            pinned = list[Whole]()
-            for size in list(sizes if not group <= free else ()):
+            pinned, half_known = list[Whole](), list[list[Tensor]]()
+            for size in list(sizes if not (group <= free or group & self._fixed) else ()):
                 tensors = self._resized(group, size)
                 try:
-                    others = self._run(tensors)
+                    others = self._run(tensors, self._is_refused)
                 except Exception:  # the model itself refuses this size
                     sizes.remove(size)
                     continue
+                half_known += [] if False in others else [tensors]
                 faults, guards = self._compare_runs(others)
                 faults += [fault for run in others.values() for fault in run.faults]
                 small = self._leafable(faults)
@@ -479,21 +518,27 @@ class _Conversion:
                     same = self._needless(guards, tensors)
                     harmless |= {node: same and harmless.get(node, True) for node in guards}
                     continue
+                known = list(map(self._in_evaluation, half_known))
+                found += [fault for small, _ in known for fault in small]
+                if not all(refused for _, refused in known):
+                    break
                 for mode, run in others.items() if number == 0 else ():
                     self._check_outputs(self.runs[mode], run.result, size)
                 free |= group
                 break
-            if number == 0 and not free:
+            if number == 0 and not group <= free:
                 faults, _ = self._compare_runs(self._run(self.tensors))
                 if faults:  # not because of the size
                     return faults
-                at = "".join(f"\n  {line or what}" for _, line, what in pinned[:3])
+                lines = list(dict.fromkeys(line or what for _, line, what in pinned))
+                at = "".join(f"\n  {line}" for line in lines[:3])
                 self.notes.append(
                     f"{self.name} was converted for batches of {self.signature.batch} only, so a "
                     "Pipe must cut each mini-batch into micro-batches of this size. The model "
                     + (f"does something else with others, here:{at}" if at else "refuses others")
                     + self._time_first()
                 )
+        self._varied = {(k, d) for k, d in free if (k, d) not in next(iter(self._sizes))}
         if not found:
             self.signature.settle(free=free)
             for node, same in harmless.items():
@@ -508,25 +553,39 @@ class _Conversion:
         faults: list[Whole] = []
         guards: list[fx.Node] = []
         noticed = True
-        for mode, run in self.runs.items():
+        for mode, other in others.items():
+            run = self.runs[mode]
             ours, theirs = (
                 {node.meta["key"]: node for node in each.nodes if node.target in CHECKS}
-                for each in (run, others[mode])
+                for each in (run, other)
             )
             own = [n for k, n in ours.items() if k in theirs and theirs[k].args[1] != n.args[1]]
-            found = differences(run, others[mode])
+            found = differences(run, other)
             noticed = noticed and (bool(own) or not found)
             faults, guards = faults + found, guards + own
         return faults, guards if noticed else []
+
+    def _is_refused(self, run: Tracer) -> bool:
+        """Whether layers surely refuse a run in training: by a guard that cannot be needless."""
+        faults, guards = self._compare_runs({True: run})
+        return bool(guards and not _are_equalities(guards)) and self._leafable(faults) != faults
+
+    def _in_evaluation(self, tensors: list[Tensor]) -> tuple[list[Whole], bool]:
+        """Faults of small modules in evaluation, and whether layers refuse what else differs."""
+        try:
+            run = self._trace(tensors, False)
+        except Exception:  # so does the model
+            return [], True
+        faults, guards = self._compare_runs({False: run})
+        small = self._leafable([*faults, *run.faults])
+        return small, bool(guards) or len(small) == len(faults) + len(run.faults)
 
     def _needless(self, guards: list[fx.Node], tensors: list[Tensor]) -> bool:
         """Whether layers without these guards match the model for a sample that the guards refuse.
 
         For example, a model may expand a tensor to the batch only if there are several samples.
         """
-        asked: list[Any] = [node.args[0] for node in guards]
-        on_meta = next(self.model.parameters()).is_meta
-        if on_meta or not all(node.target in (operator.eq, operator.ne) for node in asked):
+        if next(self.model.parameters()).is_meta or not _are_equalities(guards):
             return False
         for node in guards:
             node.meta["pure"] = True
@@ -728,6 +787,11 @@ def hooks_of(module: nn.Module) -> list[str]:
 
 def _is_compiled(module: nn.Module) -> bool:
     return is_compiled(module) or "_orig_mod" in module._modules
+
+
+def _are_equalities(guards: list[fx.Node]) -> bool:
+    asked: list[Any] = [node.args[0] for node in guards]
+    return all(node.target in (operator.eq, operator.ne) for node in asked)
 
 
 def _must_be_leaf(module: nn.Module) -> str:

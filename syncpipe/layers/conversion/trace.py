@@ -34,6 +34,7 @@ from syncpipe.data.batch_classes import batch_kind
 from syncpipe.data.trees import entries, equal, flatten, tensors_in
 from syncpipe.layers.conversion.origin import MISSING, PLAIN, Read, alike, attribute
 from syncpipe.layers.conversion.signature import is_input
+from syncpipe.runtime import interrupts
 from syncpipe.runtime.interrupts import Patches
 
 __all__ = ["CHECKS", "DEVICE", "Function", "Tracer", "Whole", "guard", "tracing"]
@@ -269,6 +270,7 @@ class Tracer(TorchFunctionMode):
         faults: why modules cannot be inlined.
         reads: the attributes of modules, and of objects in them, that were read, by name.
         modes: each read of a module's mode, as (index of the next node, call, path).
+        mode_matters: whether an inlined module, or code that is not PyTorch's, read a mode.
         decisive: the names of attributes by which Python decided.
         reentrant: whether PyTorch's reentrant checkpoint was called.
     """
@@ -295,7 +297,7 @@ class Tracer(TorchFunctionMode):
         self._call: _Call = ((0, ""),)
         self.steps: dict[_Call, int] = {self._call: 0}
         self.faults: list[Whole] = []
-        self.reentrant = False
+        self.reentrant = self.mode_matters = False
         self.reads, self.decisive = dict[str, Read](), set[str]()
         self.modes: list[tuple[int, _Call, str]] = []
         self.watched = {id(module): path for module, path in paths.items()}
@@ -414,6 +416,7 @@ class Tracer(TorchFunctionMode):
         """Record that an attribute was read; returns its value, a float with its node."""
         module, path = isinstance(owner, nn.Module), self.watched[id(owner)]
         if key == "training" and module:
+            self.mode_matters = True
             self.modes.append((len(self._graph.nodes), self._call, path))
             return value
         if module and (
@@ -852,7 +855,11 @@ def _trace_call(call: Callable[..., Any]) -> Callable[..., Any]:
 def _trace_get(get: Callable[..., Any]) -> Callable[..., Any]:
     def read(owner: Any, key: str) -> Any:
         trace = Tracer.current
-        if trace is None or trace.idle or key[:2] == "__" or id(owner) not in trace.watched:
+        if trace is None:
+            return get(owner, key)
+        if key == "training" and not _is_library(sys._getframe(1).f_code.co_filename):
+            trace.mode_matters = True
+        if trace.idle or key[:2] == "__" or id(owner) not in trace.watched:
             return get(owner, key)
         try:
             value = get(owner, key)
@@ -916,9 +923,9 @@ def _cached_functions(_: int) -> list[tuple[Any, str, Any]]:
 
 
 def line_in_model() -> str:
-    """The innermost line of the model's code that is running, for messages."""
+    """The innermost line of the model's code that is running, for messages; empty outside of it."""
     frame: FrameType | None = sys._getframe(1)
-    while frame is not None:
+    while frame is not None and frame.f_code.co_filename != interrupts.__file__:
         if not _is_library(frame.f_code.co_filename):
             return _line(frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name)
         frame = frame.f_back

@@ -513,6 +513,70 @@ def turns(_: Pair, x: Tensor) -> Tensor:
     return x
 
 
+def small_in_evaluation(m: Pair, x: Tensor) -> Tensor:
+    """In training a guard refuses short inputs, which evaluation multiplies by a plain number."""
+    if m.training:
+        return x if x.shape[1] > 4 else -x
+    return x * min(len([0] * x.shape[1]), 6)
+
+
+def test_a_size_that_training_refuses_and_evaluation_does_not_notice():
+    model = Pair(small_in_evaluation)
+    layers = sequential(model, torch.rand(2, 6, 4))
+    x = torch.rand(2, 12, 4)
+    with suppress(ValueError):
+        assert torch.equal(layers(x), model(x))
+    layers.eval()
+    with pytest.raises(ValueError, match="depends on these sizes"):
+        layers(x[:, :3])
+
+
+class Mode(nn.Module):
+    """Passes its input on; ``asks`` for its mode, or has a ``train`` of its own."""
+
+    def __init__(self, asks: bool = False) -> None:
+        super().__init__()
+        self.asks = asks
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x if self.asks and self.training else x + 0
+
+
+class Switches(Mode):
+    def train(self, mode: bool = True) -> Any:
+        return super().train(mode)
+
+
+def hooked() -> nn.Module:
+    module = nn.ReLU()
+    module.register_forward_hook(lambda own, args, output: output if own.training else output + 0)
+    return module
+
+
+@pytest.mark.parametrize(
+    ("part", "runs"),
+    [(Mode, 6), (nn.ReLU, 6), (hooked, 9), (Switches, 9), (lambda: Mode(asks=True), 9)],
+)
+def test_both_modes_are_run_where_a_mode_may_matter(part, runs):
+    """Once as it is, for the sample and two other sizes, and compared with the layers in both."""
+    model, calls = Does(lambda m, x: m.b(m.part(m.a(x))), part=part()), []
+    inner = model.inner
+    model.inner = lambda m, x: calls.append(x.shape) or inner(m, x)
+    sequential(model, torch.rand(2, 6, 4))
+    assert len(calls) == runs
+
+
+@pytest.mark.parametrize("first", [nn.Linear(4, 4), nn.LayerNorm(4)])
+def test_no_run_for_a_size_that_a_weight_has(first):
+    """The features of the input are not varied, because a module refuses any other number."""
+    model, shapes = Does(lambda m, x: m.b(m.first(x.to(x.dtype))), first=first), list[Any]()
+    inner = model.inner
+    model.inner = lambda m, x: shapes.append(x.shape) or inner(m, x)
+    layers: Any = sequential(model, torch.rand(2, 6, 4))
+    assert {tuple(map(int, shape)) for shape in shapes} == {(2, 6, 4), (1, 6, 4), (2, 3, 4)}
+    assert layers[0]._model_signature.free == {(0, 0), (0, 1)}
+
+
 #: What the sample of 3 x 8 does not show, and neither do the sizes that are tried beside it.
 UNSEEN: dict[str, Any] = {
     "pieces": lambda _, x: torch.cat(x.split(8, 1)[::-1], 1),
