@@ -100,31 +100,40 @@ class CutFinder:
         longest = max(b - a for a, b in pairwise(sums)) / max(speed)
         return max(share, m * longest, m * sums[-1] / sum(speed)) * (1 - NOTICED)
 
-    def _cuts(self, n: int, slots: Slots = ()) -> tuple[float, Balance]:
+    def _cuts(self, n: int, slots: Slots = (), skips: bool = False) -> tuple[float, Balance]:
         """The least bound of the cuts into ``n`` stages, infinite if nothing fits, and its cut. By
         default each stage has as many slots as fit.
+
+        The bound leaves out transfers of skips, as it is unknown between which stages they are.
+        With ``skips`` it has those that are likely to go to the next stage.
         """
         layers = len(self.chain)
         if n == 1:
-            return self._cut(1, slots, (0, layers))[0], (layers,)
+            return self._cut(1, slots, skips, (0, layers))[0], (layers,)
         step = -(-layers // self.boundaries)
-        value, ends = self._cut(n, slots, (*range(0, layers, step), layers))
+        value, ends = self._cut(n, slots, skips, (*range(0, layers, step), layers))
         while step > 1 and ends:
             finer = -(-step // 4)
             most = 2 * -(-step // finer) if n <= _FEW else 2
             near = {end + k * finer for end in ends for k in range(-most, most + 1)}
-            value, ends = self._cut(n, slots, tuple(sorted(near & {*range(layers + 1)})))
+            value, ends = self._cut(n, slots, skips, tuple(sorted(near & {*range(layers + 1)})))
             step = finer
         return value, tuple(b - a for a, b in pairwise(ends))
 
-    def _cut(self, n: int, slots: Slots, at: tuple[int, ...]) -> tuple[float, list[int]]:
+    def _cut(
+        self, n: int, slots: Slots, skips: bool, at: tuple[int, ...]
+    ) -> tuple[float, list[int]]:
         """The least bound with cuts at the boundaries ``at``, and the boundaries of its stages."""
         machine, sums, count = self.machine, self.chain.tensors, len(at) - 1
         speed, memory = machine.speed[:n], machine.memory[:n]
-        times, inputs = sums["time"][[*at]], sums["inputs"][[*at[:-1]], None]
+        times, sent = sums["time"][[*at]], sums["inputs"].clone()
+        for stash, pop, size in self.chain.skips if skips else ():
+            if pop - stash <= 2 * len(self.chain) / n:
+                sent[stash + 1 : pop + 1] += size
+        sent = sent[[*at[:-1]], None]
 
         def ways(k: int) -> Tensor:
-            return inputs * (machine.transfer(1.0, n - k - 1, n - k) if k < n else 0.0)
+            return sent * (machine.transfer(1.0, n - k - 1, n - k) if k < n else 0.0)
 
         def cost(k: int, _: int) -> Tensor:
             s = n - k

@@ -207,8 +207,9 @@ def _candidates(
     slots, with several slots each; until a candidate takes at most ``enough`` seconds.
     """
     m, found = finder.count, list[Candidate]()
-    for slots in dict.fromkeys(choices):
-        balance = finder.cut(n, slots)[1] if fastest > enough * (1 + NOTICED) else ()
+    sent = (False, True) if finder.chain.skips else (False,)
+    for slots, skips in product(dict.fromkeys(choices), sent):
+        balance = finder.cut(n, slots, skips)[1] if fastest > enough * (1 + NOTICED) else ()
         caps = (slots or (m,) * n, *_slot_choices(n, m)[1:4])
         fitting = (
             _most_slots(finder.problem, balance, m, part, cap)
@@ -511,7 +512,8 @@ def search_shared(problem: Problem, chunks: Chunks = None) -> tuple[tuple[int, .
 
     If links differ, the devices of a stage are neighbours, or a fixed distance apart.
     """
-    devices, best = len(problem.machine), list[tuple[Any, tuple[int, ...], Candidate]]()
+    devices, speed = len(problem.machine), max(problem.machine.speed)
+    found = list[tuple[Any, tuple[int, ...], Candidate]]()
     strides = [k for k in range(1, devices) if devices % k == 0]
     for stride in strides if not problem.machine.even_links else [1]:
         order = tuple([d for k in range(stride) for d in range(k, devices, stride)])
@@ -519,22 +521,23 @@ def search_shared(problem: Problem, chunks: Chunks = None) -> tuple[tuple[int, .
         counts = chunk_counts(problem.batch_size, chunks)
         counts, work = tuple(m for m in counts if m * devices <= _CELLS) or counts[-1:], _WORK
         for m in sorted(counts, key=lambda m: abs(math.log(m / (4 * devices)))):
+            sums = there.chain(m).sums["time"]
             for replicas, balance in _layouts(there, m) if work > 0 else ():
-                fitting = [one.time for one in candidates if one.excess <= 1]
+                best = min((one.time for one in candidates if one.excess <= 1), default=math.inf)
+                stages = zip(replicas, ends_of(balance), strict=True)
+                if max((sums[j] - sums[i]) * ((m - 1) // r) for r, (i, j) in stages) > best * speed:
+                    continue
                 for slots in ("overlap", "textbook"):
-                    place = consecutive(replicas)
-                    shape = ScheduleShape(one_f_one_b(m, place, slots=slots))
-                    candidate = there.evaluate(
-                        shape, balance, at_most=min(fitting, default=math.inf)
-                    )
+                    shape = ScheduleShape(one_f_one_b(m, consecutive(replicas), slots=slots))
+                    candidate = there.evaluate(shape, balance, at_most=best)
                     candidates += [candidate] if candidate else []
-                    work -= 2 * m * len(replicas)
+                    work -= 2 * m * len(replicas) * bool(candidate)
                     if not candidate or candidate.excess <= 1:
                         break
         for candidate in sorted(candidates, key=_rank)[:2]:
             candidate, _ = improved(there, candidate, _SHORT)
-            best.append((candidate.rank, order, candidate))
-    _, order, candidate = min(best, key=lambda each: each[:2])
+            found.append((candidate.rank, order, candidate))
+    _, order, candidate = min(found, key=lambda each: each[:2])
     return order, candidate
 
 

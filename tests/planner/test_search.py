@@ -137,6 +137,20 @@ def test_more_memory_is_no_slower_where_skips_leave_few_slots(
     assert all(more <= 1.005 * less for less, more in pairwise(times))
 
 
+def test_a_skip_that_takes_the_link_for_long_stays_within_a_stage() -> None:
+    layers = [LayerProfile(str(k), {1: 1.0}, {1: 2.0}, {1: 0.1}, {1: 1.0}) for k in range(12)]
+    profile = Profile(tuple(layers), (SkipProfile("s", 1, 8, {1: 60.0}),))
+    problem = Problem(profile, Machine.even(3, 1000.0, 1.0), 16, 4.0)
+    every = (
+        problem.evaluate(one_f_one_b_shape(16, slots), cut)
+        for cut in balances(12, 3)
+        for slots in ((3, 2, 1), (5, 3, 1), (9, 5, 1))
+    )
+    found = best(profile, problem.machine, 16, chunks=16, stages=3)
+    assert found is not None
+    assert found.time <= min(one.time for one in every if one and one.excess <= 1)
+
+
 # --- what a candidate says -----------------------------------------------------------------------
 
 
