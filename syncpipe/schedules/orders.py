@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import lru_cache
-from itertools import chain, groupby
+from itertools import chain, groupby, zip_longest
 from typing import Any, Literal
 
 from syncpipe.schedules.greedy import merge_orders
@@ -37,13 +37,8 @@ def alternating(
     """``first`` forwards, then backwards, forwards in turn; weight halves are ``delay`` late."""
     halves = [action for action in backwards if action.kind == "backward_input"]
     weights = [Action("backward_weight", i, j) for _, i, j in halves]
-    row = list(forwards[:first])
-    for k, backward in enumerate(backwards):
-        row.append(backward)
-        if k >= delay:
-            row += weights[k - delay : k - delay + 1]
-        row += forwards[first + k : first + k + 1]
-    return row + weights[max(0, len(weights) - delay) :]
+    turns = zip_longest(backwards, [None] * delay + weights, forwards[first:])
+    return [*forwards[:first], *filter(None, chain.from_iterable(turns))]
 
 
 @lru_cache(maxsize=256)

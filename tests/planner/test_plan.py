@@ -56,7 +56,8 @@ EVEN = profile_of([3] * 8)
 
 
 def planned(profile: Profile = PROFILE, devices: Any = "4 x 1GB, 10GB/s", **options: Any) -> Plan:
-    return syncpipe.plan(profile, devices=devices, **{"batch_size": 64, **options})
+    """With 8 micro-batches, which is quick to find; for any number chunks=None."""
+    return syncpipe.plan(profile, devices=devices, **{"batch_size": 64, "chunks": 8} | options)
 
 
 def said_by(plan: Plan) -> str:
@@ -141,7 +142,7 @@ def test_stages_that_recompute_store_the_last_under_gpipe_and_none_under_1f1b() 
     assert "always" in planned(EVEN, "3 x 18MB, 10GB/s", **small).checkpoint
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=15, deadline=None)
 @given(data=st.data())
 def test_no_device_ever_holds_more_than_is_said(data: st.DataObject) -> None:
     times = data.draw(st.lists(st.floats(0.5, 5), min_size=6, max_size=9))
@@ -149,7 +150,7 @@ def test_no_device_ever_holds_more_than_is_said(data: st.DataObject) -> None:
     limit = data.draw(st.sampled_from(["1GB", "40MB", "25MB"]))
     profile = profile_of(times, parameters=10**5)
     try:
-        plan = planned(profile, f"2 x {limit}, 10GB/s", schedule=name, chunks=8)
+        plan = planned(profile, f"2 x {limit}, 10GB/s", schedule=name)
     except NoPlan:
         return
     chosen, said = plan.chosen, plan.as_dict()["memory_of_devices"]
@@ -219,39 +220,39 @@ def test_an_optimizer_is_measured(replicas: bool) -> None:
 def test_no_step_is_shorter_than_the_python_of_all_stages(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(LOCK, lambda: True)  # also on free-threaded CPython
     slow = profile_of([1] * 4, python=5e-3)
-    plan = planned(slow, chunks=8)
+    plan = planned(slow)
     assert plan.interpreter_time == pytest.approx(4 * 8 * 5e-3)
     assert plan.step_time == plan.interpreter_time > plan.simulation.makespan
     assert plan.certificate == 1
     assert "limited by Python, which one thread runs at a time" in said_by(plan)
-    some = said_by(planned(profile_of([1] * 4, python=0.5e-3), chunks=8))
+    some = said_by(planned(profile_of([1] * 4, python=0.5e-3)))
     assert "interpreter 16.0 ms" in some
     assert "limited by Python" not in some
-    again = planned(profile_of([1] * 4, parameters=0, python=5e-3), "2 x 3MB, 10GB/s", chunks=8,
+    again = planned(profile_of([1] * 4, parameters=0, python=5e-3), "2 x 3MB, 10GB/s",
                     schedule="gpipe", stages=2)  # fmt: skip
     assert again.checkpoint == ["except_last"] * 2
     assert again.interpreter_time == pytest.approx(4 * 5e-3 * (8 + 7))
-    free = planned(slow)  # fewer and larger ones
-    assert free.chunks < planned(profile_of([1] * 4)).chunks
+    free = planned(slow, chunks=None)  # fewer and larger ones
+    assert free.chunks < planned(profile_of([1] * 4), chunks=None).chunks
     assert free.step_time <= min(planned(slow, chunks=m).step_time for m in (1, 2, 4, 8))
     monkeypatch.setattr(LOCK, lambda: False)
-    assert planned(slow, chunks=8).interpreter_time == 0
+    assert planned(slow).interpreter_time == 0
 
 
 # --- the page -----------------------------------------------------------------------------------
 
 
 def test_what_is_said_for_which_plan() -> None:
-    plan = planned(memory="1GB")
+    plan = planned(memory="1GB", chunks=None)
     light, heavy = profile_of([3] * 8, parameters=1000), profile_of([3] * 8, parameters=4 * 10**7)
-    tight = planned(profile_of([3] * 8, stored=1e8), "4 x 0.4GB, 10GB/s", chunks=8)
+    tight = planned(profile_of([3] * 8, stored=1e8), "4 x 0.4GB, 10GB/s")
     measured: dict[str, Any] = {"spread": 0.4, "load_average": 6.25, "source": "measured"}
     unsure = planned(profile_of([3] * 8, device="cpu", **measured))
     slow = planned(profile_of([3] * 8, device="cpu", source="measured", load_average=1e4))
     far = planned(profile_of([3] * 8, device="A100", source="estimated"))
     part = Profile((replace(profile_of([1], parameters=100).layers[0], frozen_bytes=40),))
     small, large = (
-        planned(part, f"1 x {room}B, 1GB/s", batch_size=1, param_scale=2)
+        planned(part, f"1 x {room}B, 1GB/s", batch_size=1, param_scale=2, chunks=None)
         for room in (125_190, 126_000)
     )
     assert small.stages[0].gradients == large.stages[0].gradients == 60
@@ -281,7 +282,7 @@ def test_what_is_said_for_which_plan() -> None:
         assert "No pipeline" not in str(some)
     assert "\u00b1" not in str(planned(profile_of([3] * 8, spread=0.01)))
     for samples, capped in ((1024, False), (2048, True)):
-        text = said_by(planned(batch_size=samples, devices="2 x 1GB, 10GB/s"))
+        text = said_by(planned(batch_size=samples, devices="2 x 1GB, 10GB/s", chunks=None))
         assert "fixed cost of a micro-batch is unknown" in text
         assert ("micro-batches are tried only if" in text) is capped
     other = Alternative("data parallelism, 2 copies", 0.999 * plan.step_time, instead="that")
@@ -290,7 +291,7 @@ def test_what_is_said_for_which_plan() -> None:
 
 
 def test_the_page_says_what_every_schedule_takes() -> None:
-    plan = planned(devices="3 x 1GB, 10GB/s", chunks=8)
+    plan = planned(devices="3 x 1GB, 10GB/s")
     plan.compare()
     for name in LAYOUTS:
         assert re.search(rf"schedule={name!r}( \(with .*?\))?: [\d.]+ MB at most", said_by(plan))
@@ -302,10 +303,11 @@ def test_the_page_says_what_every_schedule_takes() -> None:
 def test_stages_with_replicas_are_one_of_the_ways() -> None:
     light = LayerProfile("light", {8: 4e-3}, {8: 8e-3}, {8: 10}, {8: 10}, parameter_bytes=10)
     heavy = LayerProfile("heavy", {8: 2e-3}, {8: 4e-3}, {8: 10}, {8: 10}, parameter_bytes=10**9)
-    plan = planned(Profile((light, heavy)), "3 x 80GB, 1GB/s", batch_size=48)
+    free: dict[str, Any] = {"devices": "3 x 80GB, 1GB/s", "batch_size": 48, "chunks": None}
+    plan = planned(Profile((light, heavy)), **free)
     rival = next(rival for rival in plan.alternatives if "replicas" in rival.name)
     assert rival.name == "stages with replicas, 2-1 (replicas=True)"
-    found = planned(plan.profile, "3 x 80GB, 1GB/s", batch_size=48, replicas=True)
+    found = planned(plan.profile, replicas=True, **free)
     assert rival.time == found.step_time
     assert "As a pipe, stages with replicas, 2-1 (replicas=True) would be" in said_by(plan)
 
@@ -471,7 +473,7 @@ def test_text_dictionary_and_page_search_nothing(
 def test_as_dict_is_json_with_figures_of_what_else_was_looked_at() -> None:
     free = json.loads(json.dumps(planned(memory=math.inf).as_dict(), allow_nan=False))
     assert (sum(free["balance"]), free["stages"][0]["limit"]) == (8, None)
-    plan = planned(profile_of([3] * 8, stored=2e6, parameters=10**5), "3 x 10MB, 10GB/s", chunks=8)
+    plan = planned(profile_of([3] * 8, stored=2e6, parameters=10**5), "3 x 10MB, 10GB/s")
     plan.compare()
     assert re.search(r"does not fit schedule='\w+'[^:]*: device \d would need", said_by(plan))
     found = {one["schedule"]: one for one in plan.as_dict()["schedules"]}

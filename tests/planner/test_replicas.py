@@ -28,11 +28,12 @@ Stages = tuple[tuple[int, int, int], ...]
 
 def profile(
     times: list[float], outputs: list[float], weights: list[int], frozen: int = 0,
-    skips: tuple[SkipProfile, ...] = (),
+    skips: tuple[SkipProfile, ...] = (), stored: float = 0.0,
 ) -> Profile:  # fmt: skip
     """Layers of so many seconds (a third of it forward), bytes out and bytes of parameters."""
+    kept, none = {1: stored}, dict[int, float]()
     layers = [
-        LayerProfile(f"layer{k}", {1: t / 3}, {1: t * 2 / 3}, {1: a}, {1: 0}, {}, w, min(w, frozen))
+        LayerProfile(f"{k}", {1: t / 3}, {1: t * 2 / 3}, {1: a}, kept, none, w, min(w, frozen))
         for k, (t, a, w) in enumerate(zip(times, outputs, weights, strict=True))
     ]
     return Profile(tuple(layers), skips)
@@ -153,23 +154,13 @@ def test_no_replica_is_without_a_micro_batch() -> None:
     assert plan.bound <= plan.step_time
 
 
-def chain(times: list[float], parameters: list[int]) -> Profile:
-    layers = zip(times, parameters, strict=True)
-    return Profile(
-        tuple(
-            LayerProfile(str(k), {1: t}, {1: 2 * t}, {1: 1}, {1: 2}, parameter_bytes=p)
-            for k, (t, p) in enumerate(layers)
-        )
-    )
-
-
 @pytest.mark.parametrize(
     ("layers", "machine"),
     [
-        (chain([2, 2, 2, 2], [5, 5, 5, 5]), Machine.even(2, 60.0, 100.0)),
-        (chain([2, 2, 2, 2], [5, 5, 5, 5]), Machine.even(4, 60.0, 100.0)),
-        (chain([2, 2, 2], [4, 4, 4]), Machine.even(3, math.inf, 1.0)),
-        (chain([3, 1, 4], [1, 1, 30]), Machine.even(4, math.inf, 10.0)),
+        (profile([6] * 4, [1] * 4, [5] * 4, stored=2), Machine.even(2, 60.0, 100.0)),
+        (profile([6] * 4, [1] * 4, [5] * 4, stored=2), Machine.even(4, 60.0, 100.0)),
+        (profile([6] * 3, [1] * 3, [4] * 3, stored=2), Machine.even(3, math.inf, 1.0)),
+        (profile([9, 3, 12], [1] * 3, [1, 1, 30], stored=2), Machine.even(4, math.inf, 10.0)),
     ],
     ids=["tight", "tight, four devices", "slow links", "one heavy layer"],
 )

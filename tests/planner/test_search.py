@@ -123,18 +123,12 @@ def test_tight_memory_has_slots_between_those_that_hide_transfers_the_textbooks_
     assert 1 < found.shape.in_flight[0] < 2 * devices - 1
 
 
-@pytest.mark.parametrize(
-    ("layers", "seed", "sizes"),
-    [(35, 21, (310e6, 329e6)), (20, 12, (555e6, 588e6))],
-)
-def test_more_memory_is_no_slower_where_skips_leave_few_slots(
-    layers: int, seed: int, sizes: tuple[float, ...]
-) -> None:
-    profile = random_profile(layers, f"memory {seed}", skips=5)
-    found = [best(profile, Machine.even(6, size, 12e9), 128, chunks=16) for size in sizes]
-    times = [one.time for one in found if one is not None]
-    assert len(times) == len(sizes)
-    assert all(more <= 1.005 * less for less, more in pairwise(times))
+def test_more_memory_is_no_slower_where_skips_leave_few_slots() -> None:
+    profile = random_profile(20, "memory 12", skips=5)
+    less, more = (best(profile, Machine.even(6, x, 12e9), 128, chunks=16) for x in (555e6, 588e6))
+    assert less is not None
+    assert more is not None
+    assert more.time <= 1.005 * less.time
 
 
 def test_a_skip_that_takes_the_link_for_long_stays_within_a_stage() -> None:
