@@ -37,7 +37,7 @@ def alternating(
     """``first`` forwards, then backwards, forwards in turn; weight halves are ``delay`` late."""
     halves = [action for action in backwards if action.kind == "backward_input"]
     weights = [Action("backward_weight", i, j) for _, i, j in halves]
-    turns = zip_longest(backwards, [None] * delay + weights, forwards[first:])
+    turns = zip_longest(backwards, [*[None] * delay, *weights], forwards[first:])
     return [*forwards[:first], *filter(None, chain.from_iterable(turns))]
 
 
