@@ -344,7 +344,7 @@ class _MiniBatch(Source):
             self._check.keep(i, output, target)
         loss = self._owner.last.run.drawing.loss
         try:
-            result, self._draws = loss(i, objective.call, (output, target), self._draws)
+            result, self._draws = loss(i, objective.call_loss, (output, target), self._draws)
             root = objective.root(i, result, output, target) * self._scale
         except Exception as error:
             annotate(error, f"in loss_fn, micro-batch {i}")

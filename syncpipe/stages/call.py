@@ -44,8 +44,8 @@ class EntryEvent(NamedTuple):
     event: Any  #: None: to be recorded on that stream when it is needed
 
 
-class MiniBatch:
-    """A mini-batch of ``m`` micro-batches, bound to the caller's state.
+class StageRuns:
+    """The runs of all stages for ``m`` micro-batches, in the caller's state.
 
     Attributes:
         modes: for each stage its checkpoint mode.
@@ -85,7 +85,7 @@ class MiniBatch:
         share_statistics(self.runs, pipeline.indices)
 
 
-class Call(MiniBatch):
+class Call(StageRuns):
     """One mini-batch in a pipeline; made on the caller's thread.
 
     Here and in the drivers, ``r`` is an index in ``pipeline.stages``, and in all lists with an
@@ -203,9 +203,9 @@ class Call(MiniBatch):
             for streams, caller in zip(self.worker_streams, self._caller_streams, strict=True):
                 caller.wait_for(streams)
 
-    def bind_streams(self, run: Run, kind: Kind, r: int) -> Run:
-        """Wraps ``run``, which runs the actions of one kind on stage ``r``, to use the stage's
-        streams and record a trace. ``run`` takes a list of :class:`Message`."""
+    def bind_action(self, run: Run, kind: Kind, r: int) -> Run:
+        """Wraps ``run``, which runs the actions of one kind on stage ``r``, in what takes part, on
+        the stage's streams, with a trace. ``run`` takes a list of :class:`Message`."""
         streams, recorder, stage = self.streams_of[r], self.recorder, self.pipeline.stages[r].j
         for part in self.parts:
             run = part.around(kind, r, run)

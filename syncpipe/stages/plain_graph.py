@@ -22,7 +22,7 @@ from syncpipe.runtime.random_numbers import let_modules_hold, without_generators
 from syncpipe.runtime.recomputation import is_checkpointing, is_recomputing
 from syncpipe.runtime.streams import same_memory
 from syncpipe.skip.store import SkipKey
-from syncpipe.stages.call import MiniBatch
+from syncpipe.stages.call import StageRuns
 from syncpipe.stages.inplace import input_flags, passthrough_flags
 from syncpipe.stages.pipeline import Pipeline
 from syncpipe.stages.sharing import use_substitutes
@@ -62,7 +62,7 @@ def plain(
         seed: the seed of the random numbers; None: drawn from the caller's generator.
         swaps: values to put into modules during the run.
     """
-    call = MiniBatch(pipeline, len(micro_batches), checkpoint=checkpoint, inline=True, seed=seed)
+    call = StageRuns(pipeline, len(micro_batches), checkpoint=checkpoint, inline=True, seed=seed)
     runs = call.runs[: pipeline.n]
     ties = pipeline.shared.find()
     for run in runs:

@@ -122,11 +122,11 @@ class StageRun:
         if profiler._is_profiler_enabled:
             kind = "recompute" if recomputing else "forward"
             name = f"syncpipe {kind} stage {self.stage.j} micro-batch {i}"
-            return as_range(name, self.cell, i, inputs, record, recomputing)
-        return self.cell(i, inputs, record, recomputing)
+            return as_range(name, self.wrapped_layers, i, inputs, record, recomputing)
+        return self.wrapped_layers(i, inputs, record, recomputing)
 
     @cached_property
-    def cell(self) -> Runner:
+    def wrapped_layers(self) -> Runner:
         run: Runner = self.layers
         for wrap in wrappers.WRAPPERS:
             run = wrap(self, run)

@@ -13,7 +13,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import chain, compress
-from operator import attrgetter
 from typing import Any, NamedTuple
 
 import torch
@@ -23,7 +22,6 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from syncpipe.data.trees import distinct, map_tensors, tensors_in
 from syncpipe.runtime.graph import go_back
 
-_node_of = attrgetter("node")
 _PythonNode: type[Any] = torch._C._FunctionBase
 #: ``GradientEdge`` from the tuple of its fields, without a Python call.
 _gradient_edge: Callable[[tuple[Any, ...]], GradientEdge] = partial(tuple.__new__, GradientEdge)

@@ -33,7 +33,7 @@ def profiled(task: Any, r: int, inner: Any) -> Any:
     return lambda i, cell, grads: as_range(f"{name} {i}", inner, i, cell, grads)
 
 
-#: Around the layers of a cell. ``in_place`` needs the outputs of the cell that ``recomputed`` runs;
+#: Around the forward of a cell. ``in_place`` needs the outputs of the one that ``recomputed`` runs;
 #: ``inspected`` looks for leaves in graphs, which copies for other stages do not have.
 FORWARD: list[Callable[[Any, int, Any], Any]] = [recomputed, inspected, in_place]
 #: Around the backward of a cell. ``seeded`` holds locks: all else runs under them.

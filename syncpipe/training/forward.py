@@ -70,7 +70,7 @@ def forward(
     call.run(forward_steps(pipeline.edges, call.m, pipeline.placement), task)
     outputs, head.outputs = call.collect_outputs(head.outputs), []
     if leaves is not None and any(map(any, head.flags)):
-        entered = [tensor for i in range(call.m) for tensor in source.inputs(i)]
+        entered = [tensor for i in range(call.m) for tensor in source.differentiable_inputs(i)]
         outputs = leaves.attach_node(task, head, entered, outputs)
     return join_outputs(pipeline, outputs, source)
 

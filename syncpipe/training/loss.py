@@ -55,7 +55,7 @@ class Objective:
     ) -> None:  # fmt: skip
         self.loss_fn, self._scaler, self._accumulate = loss_fn, scaler, accumulate
         self.m = m = source.m
-        self.call, self.draws = loss_fn.call, loss_fn.draws
+        self.call_loss, self.draws = loss_fn.call, loss_fn.draws
         self.sizes, self._several = source.sizes, several
         self.is_sum = loss_fn.reduction == "sum"
         self.returns_weights = False
@@ -314,7 +314,7 @@ class LossHead:
             if probe is not None:
                 probe.grad = None
             result, self.draws[r] = self._call.runs[r].drawing.loss(
-                i, objective.call, given, self.draws[r]
+                i, objective.call_loss, given, self.draws[r]
             )
             if probe is not None:
                 if probe.grad is not None:

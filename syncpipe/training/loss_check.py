@@ -270,7 +270,7 @@ class LossCheck:
     def _call_loss_fn(self, given: tuple[Any, Any]) -> Any:
         """Calls the loss function once more; puts back its state, also that of its metrics."""
         modules = _modules_of(self.objective.loss_fn.function)
-        call = torch.no_grad()(self.objective.call)
+        call = torch.no_grad()(self.objective.call_loss)
         result = with_cpu_generator(
             lambda: restoring_module(nn.ModuleList(modules), lambda: call(given))
         )

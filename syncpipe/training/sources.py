@@ -50,7 +50,7 @@ class Source:
         self._inputs[i] = list(filter(_requires_grad, tensors))
         return input
 
-    def inputs(self, i: int) -> list[Tensor]:
+    def differentiable_inputs(self, i: int) -> list[Tensor]:
         """The tensors that require grad in the input of a pulled micro-batch."""
         return self._inputs[i] or []
 

@@ -512,7 +512,7 @@ class _MiniBatches(FromIterator):
         loss: Loss, replicas: int,
     ) -> None:  # fmt: skip
         super().__init__(iterator, 0, where, pack)
-        self.chunks, self.call, self.draws, self._loss = chunks, loss.call, loss.draws, loss
+        self.chunks, self.call_loss, self.draws, self._loss = chunks, loss.call, loss.draws, loss
         self.extent = Extent(math.inf if steps is None else steps * chunks, replicas)
         self._most = math.inf if steps is None else (steps - 1) * chunks
         self.results: dict[int, tuple[Tensor, dict[str, Any] | None]] = {}

@@ -8,7 +8,7 @@ fails drops all of them.
 Whatever else an action may do plugs in at three places (``extensions``), which are asked once for
 each call and stage, so that what is not there costs nothing:
 
-    FORWARD     (task, r, inner: Forward) -> Forward       around the layers of a cell
+    FORWARD     (task, r, inner: Forward) -> Forward       around the forward of a cell
     BACKWARD    (task, r, inner: Backward) -> Backward     around the backward of a cell
     ACTIONS     kind -> ((task, r) -> Run)                 further kinds of action
 """
@@ -81,7 +81,7 @@ class TrainingTask:
         """(tensor, gradient) pairs for the caller's graph, in the order of summation."""
         turns = self.call.pipeline.turns[0]
         entered = (
-            zip(self.source.inputs(i), grads, strict=True)
+            zip(self.source.differentiable_inputs(i), grads, strict=True)
             for i, grads in sorted(self.input_grads.items(), key=lambda each: each[0] % turns)
         )
         pairs = chain(*entered, *self._targets)
@@ -100,7 +100,7 @@ class TrainingTask:
         run = self.action(kind, r)
         if kind not in ("forward", "recompute"):
             run = without_autocast(self.call.state, run)
-        return self.call.bind_streams(run, kind, r)
+        return self.call.bind_action(run, kind, r)
 
     def action(self, kind: Kind, r: int) -> Run:
         if kind == "forward":
@@ -153,7 +153,7 @@ class TrainingTask:
         run, given = self.call.runs[r], cell.cut.enter(inputs)
         if cell.owners or run.stage.changes.needs_lock or profiler._is_profiler_enabled:
             return run.forward(i, given, cell.owners)
-        outputs = run.cell(i, given, None, False)  # the usual case
+        outputs = run.wrapped_layers(i, given, None, False)  # the usual case
         run.forwards_done[0] += 1
         return outputs
 

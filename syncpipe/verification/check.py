@@ -461,7 +461,7 @@ class _Check:
         roots = []
         for i, output in enumerate(outputs):
             given = output, placed(source.target(i), device)
-            result = self._loss_run(i, objective.call, given)
+            result = self._loss_run(i, objective.call_loss, given)
             roots.append(objective.root(i, result, *given))
         return roots
 
