@@ -15,7 +15,7 @@ from syncpipe.training.extensions import BACKWARD
 
 
 def compressed(task: Any, r: int, inner: Any) -> Any:
-    """Around the backward of stage ``r``; asked once for each call."""
+    """Around the backward of stage ``r``; asked when a program is bound."""
     if len(task.call.pipeline.stages) == 1:
         return inner
 
