@@ -55,6 +55,7 @@ from syncpipe.layers.unpack import unpacks
 from syncpipe.options import checked_chunks
 from syncpipe.runtime.errors import annotate
 from syncpipe.runtime.random_numbers import draw_seed
+from syncpipe.runtime.recomputation import version_of
 from syncpipe.skip import verify_skippables
 from syncpipe.skip.layout import inspect_layout
 from syncpipe.skip.store import use_store
@@ -530,6 +531,7 @@ class Stages(ModelNames):
         apart = list({id(weight): weight for weight in apart if weight.requires_grad}.values())
         before = [weight.grad for weight in apart]
         hooked = [p for p in self.parameters() if p._post_accumulate_grad_hooks]
+        versions = [(leaf.grad, version_of(leaf.grad)) for leaf in hooked]
         places: list[Any] = [leaf._post_accumulate_grad_hooks for leaf in hooked]
         hooks = list(map(OrderedDict, places))
         for weight in apart:
@@ -554,8 +556,9 @@ class Stages(ModelNames):
             raise
         finally:
             list(map(OrderedDict.update, places, hooks))
-        for leaf, own in zip(hooked, hooks, strict=True):
-            for hook in own.values() if leaf.grad is not None else ():
+        for leaf, own, (grad, version) in zip(hooked, hooks, versions, strict=True):
+            added = leaf.grad is not grad or version_of(grad) != version
+            for hook in own.values() if added else ():
                 hook(leaf)
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:

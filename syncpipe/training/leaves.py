@@ -17,6 +17,7 @@ from torch.autograd.graph import get_gradient_edge
 
 from syncpipe.data.trees import described
 from syncpipe.runtime.graph import AccumulateGrad, go_back, nodes_of
+from syncpipe.runtime.recomputation import version_of
 from syncpipe.runtime.streams import moved
 from syncpipe.stages.call import Call
 from syncpipe.storage import modules_of, storage_users
@@ -86,8 +87,8 @@ class Accumulated(Leaves):
                 own[r] = [p for p in own[r] if id(p) not in elsewhere]
         super().__init__(call, map(chain, own, call.extra_leaves))
         self.parameters = own
-        #: For each leaf its gradient before the call, and a copy of it.
-        self._grads_before: dict[Tensor, tuple[Tensor | None, Tensor | None]] = {}
+        #: For each leaf its gradient before the call, the version of that, and a copy.
+        self._grads_before: dict[Tensor, tuple[Tensor | None, int, Tensor | None]] = {}
         self._owner: dict[int, tuple[Tensor, int]] = {}  # id(leaf) -> leaf, its first stage
         self.awaiting_grad: list[list[Tensor]] = [[] for _ in stages]
         for r, parameters in enumerate(own):
@@ -104,16 +105,22 @@ class Accumulated(Leaves):
         for leaf in leaves:
             if leaf.requires_grad and leaf not in self._grads_before:
                 grad = leaf.grad
-                self._grads_before[leaf] = (grad, None if grad is None else grad.detach().clone())
+                copied = None if grad is None else grad.detach().clone()
+                self._grads_before[leaf] = grad, version_of(grad), copied
 
     def grad_before(self, leaf: Tensor) -> Tensor | None:
         """A copy of the gradient that a leaf had before the call."""
-        return self._grads_before.get(leaf, (None, None))[1]
+        return self._grads_before.get(leaf, (None, 0, None))[2]
+
+    def added_to(self, leaf: Tensor) -> bool:
+        """Whether the call has added to the gradient of a leaf."""
+        grad, version, _ = self._grads_before.get(leaf, (leaf.grad, version_of(leaf.grad), None))
+        return leaf.grad is not grad or version_of(grad) != version
 
     @torch.no_grad()
     def restore(self) -> None:
         """Puts back the gradients from before the call."""
-        for leaf, (grad, before) in self._grads_before.items():
+        for leaf, (grad, _, before) in self._grads_before.items():
             if grad is not None and before is not None:
                 grad.copy_(before)
             leaf.grad = grad
@@ -121,8 +128,8 @@ class Accumulated(Leaves):
     @torch.no_grad()
     def scale(self, factor: float | Tensor) -> None:
         """Multiplies what this call added by a number, or by a tensor on any device."""
-        for leaf, (_, before) in self._grads_before.items():
-            if (grad := leaf.grad) is not None:
+        for leaf, (*_, before) in self._grads_before.items():
+            if (grad := leaf.grad) is not None and self.added_to(leaf):
                 here = moved(factor, grad.device) if isinstance(factor, Tensor) else factor
                 if before is None:
                     grad.mul_(here)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections import OrderedDict
 from functools import partial
-from itertools import chain, compress
+from itertools import chain
 from numbers import Real
 from typing import Any
 
@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 
 from syncpipe.runtime.interrupts import run_and_undo
-from syncpipe.runtime.recomputation import version_of
 from syncpipe.runtime.streams import moved
 from syncpipe.runtime.thread_state import backward_here
 from syncpipe.schedules.named import ScheduleLike, build
@@ -72,7 +71,6 @@ def train(
             hooked = [p for p in chain(*leaves.parameters) if p._post_accumulate_grad_hooks]
             places: list[Any] = [leaf._post_accumulate_grad_hooks for leaf in hooked]
             hooks = list(map(OrderedDict, places))
-            before = [(leaf.grad, version_of(leaf.grad)) for leaf in hooked]
 
             def run() -> None:
                 for place in places:
@@ -80,14 +78,10 @@ def train(
                 call.run(steps, task)
 
             run_and_undo(run, map(OrderedDict.update, places, hooks))
-            added = [
-                leaf.grad is not grad or version_of(grad) != version
-                for leaf, (grad, version) in zip(hooked, before, strict=True)
-            ]
             results = results_of(call, head, objective, source, counts)
             _finish_gradients(task, head, objective, leaves, averaging)
-            for leaf, saved in compress(zip(hooked, hooks, strict=True), added):
-                for hook in saved.values():
+            for leaf, saved in zip(hooked, hooks, strict=True):
+                for hook in saved.values() if leaves.added_to(leaf) else ():
                     hook(leaf)
         except BaseException:
             if leaves is not None:

@@ -363,13 +363,16 @@ def copied() -> None:
 def hooked() -> None:
     """An optimizer in hooks makes one step, by the gradients of the mini-batch."""
     plain, x, y = linears(), torch.randn(16, 4), torch.randint(0, 4, (16,))
-    mine = stage(linears(), [1] * 4, sample=x[:2])
+    for each in plain:
+        each.unused = nn.Parameter(torch.ones(3))
+    mine = stage(copy.deepcopy(plain), [1] * 4, sample=x[:2])
     for parameter in mine.parameters():
-        step = torch.optim.SGD([parameter], 0.5).step
+        parameter.grad = torch.zeros_like(parameter)
+        step = torch.optim.SGD([parameter], 0.5, weight_decay=0.1).step
         parameter.register_post_accumulate_grad_hook(lambda _, step=step: step())
     mine.schedule("1f1b", chunks=8, loss_fn=F.cross_entropy).step(x, target=y)
     F.cross_entropy(plain(x), y).backward()
-    torch.optim.SGD(plain.parameters(), 0.5).step()
+    torch.optim.SGD(plain.parameters(), 0.5, weight_decay=0.1).step()
     for name, parameter in mine.named_parameters():
         torch.testing.assert_close(parameter, plain.get_parameter(name))
         assert parameter._post_accumulate_grad_hooks
