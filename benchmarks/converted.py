@@ -38,7 +38,7 @@ from benchmarks.zoo.written import WRITTEN
 from syncpipe import Pipe, sequential, verify
 from syncpipe.compare import Comparison, compare
 from syncpipe.data.batches import gather, scatter, unwrapped
-from syncpipe.data.trees import by_name, tensors_in
+from syncpipe.data.trees import by_name, flatten, tensors_in
 from syncpipe.layers.conversion.sequential import Converted
 from syncpipe.layers.conversion.signature import call_arguments, call_input, common_outputs
 
@@ -157,16 +157,27 @@ def _trained(pipe: Pipe, plain: nn.Module, layers: Converted, arguments: Argumen
 
 
 def _evaluated(pipe: Pipe, plain: nn.Module, layers: Converted, arguments: Arguments) -> Comparison:
+    """Compares outputs; losses if an output is a mean, of which each micro-batch has its own."""
     pipe.eval(), plain.eval(), layers.eval()
-    _, pieces = _pieces(layers, arguments, pipe.chunks)
-    args, kwargs = arguments
+    packed, pieces = _pieces(layers, arguments, pipe.chunks)
     torch.manual_seed(1)
     with torch.no_grad():
-        ours = pipe(*args, **kwargs)
-        torch.manual_seed(1)
         theirs = [plain(*args, **kwargs) for args, kwargs, _ in pieces]
-    expected = gather(theirs, common_outputs(layers))
-    return compare(by_name("output", ours), by_name("output", expected))
+        torch.manual_seed(1)
+        common, leaves = common_outputs(layers), flatten(theirs[0], batches=True)[0]
+        if any(
+            k not in common and isinstance(leaf, Tensor) and not leaf.dim()
+            for k, leaf in enumerate(leaves)
+        ):
+            sizes = [size for *_, size in pieces]
+            parts = [
+                loss_of(each) * (n / sum(sizes)) for each, n in zip(theirs, sizes, strict=True)
+            ]
+            ours = pipe.eval_batch(packed, loss_fn=loss_of)
+            return compare({"loss": ours}, {"loss": torch.stack(parts).sum()})
+        args, kwargs = arguments
+        ours = pipe(*args, **kwargs)
+    return compare(by_name("output", ours), by_name("output", gather(theirs, common)))
 
 
 # Rows

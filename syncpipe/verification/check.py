@@ -409,7 +409,7 @@ class _Check:
         leaves, structure = flatten(output, batches=True)
 
         def cut(k: int, leaf: Any) -> Sequence[Any]:
-            if k in self._common or not isinstance(leaf, Tensor):
+            if k in self._common or not isinstance(leaf, Tensor) or len(sizes) == 1:
                 return cut_batch(leaf, sizes) if batch_kind(leaf) else [leaf] * len(sizes)
             return torch.split(leaf, [len(rows[k]) for rows in self._leaf_rows])
 

@@ -282,6 +282,11 @@ def test_a_loss_is_checked_in_the_first_call_as_ever() -> None:
         pipe.train_batch(x, y, loss_fn=loss_fn)
 
 
+def test_a_mean_among_the_outputs_of_one_micro_batch() -> None:
+    pipe = pipe_of(linear(), lambda y: (y, y.mean()), chunks=1)
+    assert_exact(checked(pipe, [torch.randn(4, WIDTH)], loss_fn=lambda out: out[0].sum() + out[1]))
+
+
 def test_hooks_of_partitions_no_target_and_one_that_needs_a_gradient() -> None:
     pipe, x, y = pipe_of(linear(), nn.Dropout(), linear()), *torch.randn(2, 12, WIDTH)
     pipe.partitions[0].register_forward_hook(lambda module, args, output: output * 2)
