@@ -6,7 +6,7 @@ A module is inlined if traces of other runs, also with other sizes, are equal, l
 Otherwise it stays a leaf and runs its own code, which gives fewer layers but the same results. A
 module with most of the model in it must be inlined, or there would be nothing to cut. In it, each
 value that Python decided by becomes a guard, and a size that matters must be the sample's. Training
-and evaluation are traced separately.
+and evaluation are traced separately where code reads the mode.
 """
 
 from __future__ import annotations

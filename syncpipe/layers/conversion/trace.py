@@ -918,8 +918,12 @@ def _cached_functions(_: int) -> list[tuple[Any, str, Any]]:
     """The functions with a cache in so many imported modules, as (module, name, function)."""
     known, kind = {"torch", "syncpipe", *sys.stdlib_module_names}, functools._lru_cache_wrapper
     modules = [m for name, m in list(sys.modules.items()) if name.partition(".")[0] not in known]
-    found = [(m, n, f) for m in modules for n, f in list(getattr(m, "__dict__", {}).items())]
-    return [each for each in found if type(each[2]) is kind]
+    return [
+        (module, name, each)
+        for module in modules
+        for name, each in list(getattr(module, "__dict__", {}).items())
+        if type(each) is kind
+    ]
 
 
 def line_in_model() -> str:
