@@ -283,7 +283,7 @@ def test_a_loss_is_checked_in_the_first_call_as_ever() -> None:
 
 
 def test_a_mean_among_the_outputs_of_one_micro_batch() -> None:
-    pipe = pipe_of(linear(), lambda y: (y, y.mean()), chunks=1)
+    pipe = pipe_of(linear(), linear(), lambda y: (y, y.mean()), chunks=1)
     assert_exact(checked(pipe, [torch.randn(4, WIDTH)], loss_fn=lambda out: out[0].sum() + out[1]))
 
 
