@@ -159,18 +159,30 @@ def sequential(
         raise ValueError(f"{name} has lazy modules without sizes: run it once before")
     if verify and any(parameter.is_meta for parameter in model.parameters()):
         raise ValueError(f"{name} is on meta, where nothing can be compared: pass verify=False")
-    signature = Signature(model.forward, name)
-    sample = signature.take(sample_args, sample_kwargs)
-    if eval_sample is not None:
-        signature.take_evaluation(*_as_arguments(eval_sample))
-    eager = any(map(_is_compiled, model.modules()))
-    with torch.compiler.set_stance("force_eager") if eager else nullcontext():
-        found = restoring_module(model, partial(_Conversion, model, signature, sample))
+
+    def convert(as_compiled: bool) -> tuple[_Conversion, Converted]:
+        signature = Signature(model.forward, name)
+        sample = signature.take(sample_args, sample_kwargs)
+        if eval_sample is not None:
+            signature.take_evaluation(*_as_arguments(eval_sample))
+        made = partial(_Conversion, model, signature, sample, as_compiled)
+        found = restoring_module(model, made)
         layers = found.layers()
         layers.training = model.training
         layers.origin.begin(layers)
         if verify:
             _check_layers(model, layers, signature, sample)
+        return found, layers
+
+    eager = any(map(_is_compiled, model.modules()))
+    with torch.compiler.set_stance("force_eager") if eager else nullcontext():
+        try:
+            found, layers = convert(True)
+        except RuntimeError as error:  # some do something else while they are compiled
+            try:
+                found, layers = convert(False)
+            except Exception:
+                raise error from None
     if compiled:
         found.notes.append(f"{name} is compiled, and its layers are not: call pipe.compile()")
     for note in found.notes:
@@ -192,7 +204,9 @@ class _Conversion:
         notes: warnings for the user.
     """
 
-    def __init__(self, model: nn.Module, signature: Signature, tensors: list[Tensor]) -> None:
+    def __init__(
+        self, model: nn.Module, signature: Signature, tensors: list[Tensor], as_compiled: bool
+    ) -> None:
         if not any(tensor.is_meta for tensor in tensors_in(tensors)):
             _materialize(model)
         self.model, self.signature, self.tensors = model, signature, tensors
@@ -213,7 +227,7 @@ class _Conversion:
             type(module).train is nn.Module.train and not isinstance(module, torch.jit.ScriptModule)
             for module in model.modules()
         )
-        self._as_compiled = True
+        self._as_compiled = as_compiled  #: whether the model is told that it is compiled
         self._numbers: set[str] | None = None  # None: not known yet, follow all
         with progress_bar(f"sequential({self.name})", "run", 20) as self._bar:
             try:  # let the model do what it does in its first run only
@@ -317,6 +331,8 @@ class _Conversion:
         try:
             self.runs = self._run(self.tensors, leaves)
         except Exception:  # some leave out more than checks while they are compiled
+            if not self._as_compiled:
+                raise
             self._as_compiled = False
             self.runs = self._run(self.tensors, leaves)
         self._fixed |= set(self._features())

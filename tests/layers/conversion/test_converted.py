@@ -902,12 +902,12 @@ def test_checks_of_values_stay_in_the_layers():
         layers(x + 1e6)
 
 
-def test_what_fails_only_as_if_compiled_is_traced_as_it_is():
-    """LongT5 and Switch Transformers of transformers make no mask while they are compiled."""
+@pytest.mark.parametrize("mask", [None, 2.0])
+def test_what_is_wrong_only_as_if_compiled_is_traced_as_it_is(mask):
+    """LongT5 of transformers makes no mask while it is compiled, PaliGemma another one."""
 
     def masked(m, x):
-        mask = None if torch.compiler.is_compiling() else torch.ones_like(x)
-        return x * mask
+        return x * (mask if torch.compiler.is_compiling() else torch.ones_like(x))
 
     layers = sequential(model := Pair(masked), x := torch.randn(3, 4))
     assert len(layers) == 2

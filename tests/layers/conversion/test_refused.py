@@ -107,13 +107,13 @@ def hooked() -> nn.Module:
     return model
 
 
-def compiling(x: Any, y: Any) -> Any:
-    return pair(lambda _, h: x(h) if torch.compiler.is_compiling() else y(h))
+def traced(x: Any, y: Any) -> Any:
+    return pair(lambda _, h: x(h) if torch._C._len_torch_function_stack() else y(h))
 
 
 COLLECTS = pair(lambda m, x: m.seen.append(1) or x, seen=[])
 X, CUT = torch.rand(3, 4), "cannot be cut into layers, "
-LOOKS = compiling(lambda h: h * 3, lambda h: h * 2)
+LOOKS = traced(lambda h: h * 3, lambda h: h * 2)
 REFUSED: list[tuple[Any, tuple[Any, ...], type[Exception], str]] = [
     (pair(by_value), (X,), ValueError, rf"Pair {CUT}.*values in a tensor:\n .*if x\.sum\(\) > 0"),
     (pair(lambda _, x: -x if (x > 2).any().item() else x), (X,), ValueError,
@@ -137,7 +137,7 @@ REFUSED: list[tuple[Any, tuple[Any, ...], type[Exception], str]] = [
     (pair(by_value, active_peft_config={"is_prompt_learning": True}), (X,), ValueError,
      r"Prefix and prompt tuning hand their prefix.*LoraConfig"),
     (LOOKS, (X,), RuntimeError, r"output in training differs.*\n.*same in every"),
-    (compiling(lambda h: h, torch.detach), (X,), RuntimeError,
+    (traced(lambda h: h, torch.detach), (X,), RuntimeError,
      r"gradient of a\.\w+ in tr.*, of layer 0:"),
     (Recurrent, (torch.rand(3, 5, 4),), ValueError, r"output\[1\] of Rec.*batch in dimension 1"),
     (does(lambda m, x: m.a(x) @ m.b(x).T), (X,), ValueError,
