@@ -852,12 +852,30 @@ def _check_layers(
             path = what.removeprefix(_GRADIENT).rpartition(".")[0]
             at = [k for k, layer in enumerate(layers) if path in dict(layer.named_modules())]
             shown = "" if outputs or not at else f", of layer {at[0]}:\n{layers[at[0]]}"
+            why = (
+                "Does the model do the same in every call? If not, make it so, or move what does "
+                "not into a module of its own (print the layers to see what they do)"
+            )
+            if written := _parameters_written(model, signature, sample):
+                why = (
+                    f"The forward writes into the parameter {written[0]}, so it does something "
+                    "else in every call: make it a buffer, or write into it after the step"
+                )
             raise RuntimeError(
                 f"the layers do something else than {type(model).__name__}: {what} in "
-                f"{'training' if training else 'evaluation'} differs ({found}){shown}\nDoes the "
-                "model do the same in every call? If not, make it so, or move what does not into "
-                "a module of its own (print the layers to see what they do)"
+                f"{'training' if training else 'evaluation'} differs ({found}){shown}\n{why}"
             )
+
+
+def _parameters_written(model: nn.Module, signature: Signature, sample: list[Tensor]) -> list[str]:
+    """Names of the parameters that a forward in training writes into, also through ``.data``."""
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    args, kwargs = signature.call(sample, True)
+    restoring_module(model, lambda: model.train()(*args, **kwargs))
+    written = [name for name, p in model.named_parameters() if not torch.equal(p, before[name])]
+    for name in written:
+        model.get_parameter(name).data.copy_(before[name])
+    return written
 
 
 def _comparisons(

@@ -170,6 +170,13 @@ def test_refused_and_the_model_is_as_it_was(build, sample, error, message):
     assert snapshot(model) == before or build is COLLECTS  # lists of its own are its own
 
 
+def test_a_parameter_that_a_forward_writes_into_is_named():
+    """MONAI's VQ-VAE moves its codes in each forward in training."""
+    model = pair(lambda m, x: (x, m.a.bias.data.add_(1))[0])()
+    with pytest.raises(RuntimeError, match=r"writes into the parameter a\.bias, .*it a buffer"):
+        sequential(model, X)
+
+
 @pytest.mark.parametrize("between", [by_value, by_list, counts, casts, by_chance])
 def test_inside_of_a_model_they_are_left_whole(between):
     model = nn.Sequential(nn.Linear(4, 4), Pair(between), *(nn.Linear(4, 4) for _ in "abc"))
