@@ -120,6 +120,13 @@ def restoring_process(run: Callable[[], _T]) -> _T:
     return run_and_undo(run, partial(_set, flags, [get() for get, _ in flags]))
 
 
+def autocast_level() -> int:
+    """The number of ``autocast`` contexts that this thread is in."""
+    # Both in one C call, which Ctrl-C cannot interrupt.
+    _, level = map(call, (torch.autocast_increment_nesting, torch.autocast_decrement_nesting))
+    return level
+
+
 class CallerState:
     """The thread-local state of the thread that makes it.
 
@@ -137,9 +144,7 @@ class CallerState:
         self.values[1] = False  # as in `backward_here`
         self.autocasts = [set_it for get, set_it in _flags()[4:] if get() is True]
         self.inference = torch.is_inference_mode_enabled()
-        # Both in one C call, which Ctrl-C cannot interrupt.
-        level, _ = map(call, (torch.autocast_increment_nesting, torch.autocast_decrement_nesting))
-        self.nested = level > 1
+        self.nested = autocast_level() > 0
         self.function_modes: list[Any] = _get_current_function_mode_stack()  # type: ignore[no-untyped-call]
         devices = [vars(mode) for mode in self.function_modes if isinstance(mode, DeviceContext)]
         self._devices = [(attributes, dict(attributes)) for attributes in devices]
@@ -188,7 +193,7 @@ class CallerState:
 
 
 def restoring_thread(run: Callable[[], _T]) -> _T:
-    """Runs a function, then restores the thread's modes, saved-tensor hooks and grad mode.
+    """Runs a function, then restores the thread's modes, hooks, autocast nesting and grad mode.
 
     After Ctrl-C, too, which can interrupt the end of PyTorch's own ``with`` blocks.
     """
@@ -207,7 +212,7 @@ def restoring_thread(run: Callable[[], _T]) -> _T:
 
     functions, dispatch = _C._len_torch_function_stack, _C._len_torch_dispatch_stack
     hooks: Any = _C._autograd._top_saved_tensors_default_hooks
-    before = functions(), dispatch(), torch.is_grad_enabled(), hooks(False)
+    before = functions(), dispatch(), torch.is_grad_enabled(), hooks(False), autocast_level()
 
     def undo() -> None:
         while functions() > before[0]:
@@ -217,6 +222,9 @@ def restoring_thread(run: Callable[[], _T]) -> _T:
         _C._set_grad_enabled(before[2])
         while hooks(False) not in (None, before[3]):
             _C._autograd._pop_saved_tensors_default_hooks()
+        while autocast_level() > before[4]:  # else no autocast would clear the cache any more
+            torch.autocast_decrement_nesting()
+            torch.clear_autocast_cache()
 
     return run_and_undo(closed, undo)
 

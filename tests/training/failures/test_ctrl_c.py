@@ -138,19 +138,30 @@ def test_at_functions_that_begin_whoever_has_made_them(run: str) -> None:
     assert stopped > 0.9 * len(places)
 
 
+def casts(x: Tensor) -> Tensor:
+    with torch.autocast("cpu", torch.bfloat16):
+        return x @ x.T
+
+
 @unraisable
-def test_hooks_of_saved_tensors_do_not_stay() -> None:
-    """Those of ``torch.utils.checkpoint`` in a layer, whose ``with`` ends in Python."""
-    layer = Do(lambda x: checkpoint(torch.sin, x, use_reentrant=False))
-    pipe, x = Pipe(nn.Sequential(nn.Linear(5, 5), layer), [2], devices=["cpu:0"]), X.clone()
+@pytest.mark.parametrize(
+    ("function", "context"),
+    [(partial(checkpoint, torch.sin, use_reentrant=False), saved_tensors_hooks),
+     (casts, torch.autocast)],
+)  # fmt: skip
+def test_what_a_layer_enters_does_not_stay(function: Any, context: Any) -> None:
+    """The ``with`` of PyTorch's hooks of saved tensors and of its autocast ends in Python."""
+    layers = nn.Sequential(nn.Linear(5, 5), Do(function))
+    pipe, x = Pipe(layers, [2], devices=["cpu:0"]), X.clone()
     call = partial(pipe.train_batch, x, loss_fn=mean)
-    known = Lines(partial(operator.eq, saved_tensors_hooks.__exit__.__code__), None)
+    known, before = Lines(partial(operator.eq, context.__exit__.__code__), None), settings()
     known.during(call)
     for at in range(1, len(known.seen) + 1):
-        lines = Lines(partial(operator.eq, saved_tensors_hooks.__exit__.__code__), at)
+        lines = Lines(partial(operator.eq, context.__exit__.__code__), at)
         with pytest.raises(KeyboardInterrupt):
             lines.during(call)
         assert torch._C._autograd._top_saved_tensors_default_hooks(False) is None, at
+        assert settings() == before, at
 
 
 def is_ours(code: CodeType) -> bool:
