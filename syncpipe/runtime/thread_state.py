@@ -193,7 +193,7 @@ class CallerState:
 
 
 def restoring_thread(run: Callable[[], _T]) -> _T:
-    """Runs a function, then restores the thread's modes, hooks, autocast nesting and grad mode.
+    """Runs a function, then restores the thread's modes, hooks, flags and autocast nesting.
 
     After Ctrl-C, too, which can interrupt the end of PyTorch's own ``with`` blocks.
     """
@@ -212,14 +212,14 @@ def restoring_thread(run: Callable[[], _T]) -> _T:
 
     functions, dispatch = _C._len_torch_function_stack, _C._len_torch_dispatch_stack
     hooks: Any = _C._autograd._top_saved_tensors_default_hooks
-    before = functions(), dispatch(), torch.is_grad_enabled(), hooks(False), autocast_level()
+    before = functions(), dispatch(), [get() for get, _ in _flags()], hooks(False), autocast_level()
 
     def undo() -> None:
         while functions() > before[0]:
             _C._pop_torch_function_stack()
         while dispatch() > before[1]:
             _C._pop_torch_dispatch_stack(None)
-        _C._set_grad_enabled(before[2])
+        _set(_flags(), before[2])
         while hooks(False) not in (None, before[3]):
             _C._autograd._pop_saved_tensors_default_hooks()
         while autocast_level() > before[4]:  # else no autocast would clear the cache any more

@@ -112,7 +112,8 @@ def settings() -> list[Any]:
     functions = torch._C._is_torch_function_enabled()
     cached = torch.is_autocast_cache_enabled(), torch.autocast_increment_nesting()
     torch.autocast_decrement_nesting()
-    return [modes_on(), functions, cached, torch.is_grad_enabled(), sys.getprofile()]
+    flags = torch.is_grad_enabled(), torch.is_autocast_enabled("cpu")
+    return [modes_on(), functions, cached, flags, sys.getprofile()]
 
 
 # A destructor, a generator or the callback of a weak reference cannot pass an exception on.
