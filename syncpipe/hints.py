@@ -131,9 +131,9 @@ def _closest(name: str, names: Iterable[str], answer: str) -> str:
     return answer.format(found[0]) if found else ""
 
 
-def unknown_attribute(name: str, names: Iterable[str], error: AttributeError) -> AttributeError:
+def unknown_attribute(name: str, owner: type, error: AttributeError) -> AttributeError:
     if (answer := _ATTRIBUTES.get(name)) is None and not name.startswith("_"):
-        answer = _closest(name, names, "did you mean pipe.{}?")
+        answer = _closest(name, dir(owner), "did you mean pipe.{}?")
     return AttributeError(f"{error}: {answer}", name=name) if answer else error
 
 

@@ -295,7 +295,7 @@ class _MiniBatch(Source):
                         "(DataLoader(..., drop_last=True)), or make stages with another sample"
                     )
         if first is not None:
-            value = call_input(owner, args, kwargs)
+            value = call_input(owner, args, kwargs, unpack=first.unpack)
             check_input(value, owner.device)
             self._parts, _, sizes = scatter_pair(value, None, m)
             found, sample = (

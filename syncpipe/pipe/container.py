@@ -365,7 +365,7 @@ class Container(ModelNames):
         try:
             return super().__getattr__(name)
         except AttributeError as error:
-            raise unknown_attribute(name, dir(type(self)), error) from None
+            raise unknown_attribute(name, type(self), error) from None
 
     def __repr__(self) -> str:
         replicas = f"replicas={self.replicas}, " if max(self.replicas, default=1) > 1 else ""

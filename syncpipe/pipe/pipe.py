@@ -196,13 +196,14 @@ class Pipe(Container):
 
         Args:
             args, kwargs: one input, a tensor ``[batch, ...]`` or a tree, on the first device; or
-                the model's arguments, for layers made by :func:`syncpipe.sequential`. Tensors are
-                split along dimension 0 into at most ``chunks``, except in :class:`NoChunk`.
+                the model's arguments, for layers made by :func:`syncpipe.sequential`; or, with
+                ``unpack``, those of the first layer. Tensors are split along dimension 0 into at
+                most ``chunks``, except in :class:`NoChunk`.
 
         Returns:
             The outputs of the plain module, on the last device, concatenated along dimension 0.
         """
-        input = call_input(self, args, kwargs)
+        input = call_input(self, args, kwargs, unpack=self._layout.unpack)
         if not self._modules:
             return input
         check_input(input, self._layout.workers[0].device)

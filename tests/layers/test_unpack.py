@@ -103,6 +103,16 @@ def gradients(model: nn.Module, x: Tensor) -> list[Any]:
     return [x.grad, *(p.grad for p in model.parameters())]
 
 
+def test_a_pipe_takes_the_arguments_of_the_first_layer():
+    model, (x, mask, step) = model_of(), batch()
+    pipe = Pipe(model, [4, 3], devices=["cpu"] * 2, chunks=2)
+    expected = pipe((x, mask, step))
+    assert torch.equal(pipe(x, mask, step), expected)
+    assert torch.equal(pipe(step=step, x=x, mask=mask), expected)
+    with pytest.raises(TypeError, match="one input"):
+        pipe(x, mask=mask, step=step)
+
+
 @settings(max_examples=25, deadline=None)
 @given(
     cuts=st.sets(st.integers(1, 6)),

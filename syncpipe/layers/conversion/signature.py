@@ -261,15 +261,16 @@ def _kind(tensor: Any) -> str:
 
 
 def call_input(
-    layers: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], training: bool | None = None
-) -> Any:
+    layers: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any],
+    training: bool | None = None, *, unpack: bool = False,
+) -> Any:  # fmt: skip
     """The input of the first layer for a call with these arguments, in the mode of the layers or
-    in another one."""
+    in another one. With ``unpack`` several arguments are a tuple, or a dict."""
     signature = _signature_of(layers, training)
     if signature is not None:
         refresh(layers)
         return signature.packed(signature.given(args, kwargs))
-    if getattr(layers, "_unpack", False) and bool(kwargs) != bool(args) and len(args) != 1:
+    if unpack and bool(kwargs) != bool(args) and len(args) != 1:
         return args or kwargs
     if kwargs.keys() - {"input"} or len(args) + len(kwargs) != 1:
         raise TypeError(
