@@ -145,4 +145,7 @@ def _common(row: Sequence[Any], output: Any, k: int) -> Any:
 
 
 def _same_tensor(a: Tensor, b: Any) -> bool:
-    return type(a) is not Tensor or a.is_meta or torch.equal(a, b)
+    try:
+        return a is b or a.is_meta or torch.equal(a, b)
+    except RuntimeError:  # fake tensors and those of torch.func have no values to compare
+        return type(a) is type(b) and a.shape == b.shape

@@ -25,6 +25,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional as F
 from torch.testing import assert_close
 
@@ -384,10 +385,26 @@ def test_outputs_of_parameters_alone_are_returned_as_they_are():
     value, output = pipe.train_batch(x, loss_fn=loss, return_outputs=True, verify=True)
     assert_close((value, output), (loss(model(x)), model(x)))
     assert verify(pipe, x, loss_fn=loss).ok
+    with FakeTensorMode(allow_non_fake_inputs=True):  # tensors without values
+        assert pipe(torch.rand(8, 4))[2].shape == (2, 4)
     layers = sequential(Does(similar, mean=True, **parts), x[:3])
     pipe = Pipe(layers, balance="uniform", devices=["cpu:0", "cpu:1"], chunks=3)
     with pytest.raises(ValueError, match=r"output\[3\] is a tensor without dimensions"):
         pipe(x)
+
+
+class Scale(Tensor):
+    pass
+
+
+@pytest.mark.parametrize("kind", [Tensor, Scale])
+def test_an_output_without_the_batch_that_micro_batches_draw_differently_is_refused(kind):
+    model = Does(lambda m, x: (m.b(m.a(x)), F.dropout(m.scale)))
+    model.register_buffer("scale", torch.ones(64).as_subclass(kind))
+    layers = sequential(model, torch.rand(3, 4))
+    pipe = Pipe(layers, balance="uniform", devices=["cpu:0", "cpu:1"], chunks=2)
+    with pytest.raises(ValueError, match=r"output\[1\] .* differs between micro-batches"):
+        pipe(torch.rand(8, 4))
 
 
 @pytest.mark.parametrize("whole", [True, False])
