@@ -30,6 +30,12 @@ def places_of(module: nn.Module) -> Iterator[tuple[nn.Module, dict[str, Any], st
                     yield part, held, name, tensor
 
 
+def renorms(module: nn.Module) -> bool:
+    """Whether a module writes into its weight in a forward: an embedding with ``max_norm``."""
+    embeds = isinstance(module, (nn.Embedding, nn.EmbeddingBag))
+    return embeds and module.max_norm is not None
+
+
 def storage_of(tensor: Tensor) -> int:
     """A number that identifies the memory of a tensor."""
     try:

@@ -14,8 +14,8 @@ second run sees the modules as the first one did, and leaves no change in them:
 * Large buffers that the last call changed are copied, too. A cell that changes another large buffer
   keeps its graph, and earlier cells of the call, which read it, are refused. Changes without a new
   version are found in the first cell of a call, by sums over the buffer's memory.
-* Forwards may shorten the weight rows of ``nn.Embedding(max_norm=...)``. The rows that a cell used
-  are noted, and put back while the cell is recomputed, without renormalisation.
+* Embeddings with ``max_norm`` write into their weight in the forward: what holds one is not
+  recomputed.
 
 Modules are shared by all threads, so forwards and recomputations of such a stage take its lock. A
 pipe inside a layer runs under the lock of the outermost stage, which is taken before the locks of
@@ -30,21 +30,18 @@ from contextvars import ContextVar
 from functools import partial
 from itertools import filterfalse
 from operator import attrgetter
-from types import MethodType
 from typing import Any, NamedTuple, cast
 from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
-from torch.utils.weak import WeakTensorKeyDictionary
 
 from syncpipe.data.trees import attributes_of, described, map_tensors, objects_in, tensors_in
 from syncpipe.runtime.errors import annotate
 from syncpipe.runtime.graph import nodes_of
-from syncpipe.runtime.interrupts import Swap, forkable_lock, run_and_undo, with_swaps
-from syncpipe.runtime.random_numbers import NoDispatch
-from syncpipe.storage import clones, is_slice, with_class_of
+from syncpipe.runtime.interrupts import Swap, forkable_lock, with_swaps
+from syncpipe.storage import clones, is_slice, renorms, with_class_of
 
 _CHECKPOINTING: ContextVar[bool] = ContextVar("syncpipe_checkpointing", default=False)
 _RECOMPUTING: ContextVar[bool] = ContextVar("syncpipe_recomputing", default=False)
@@ -52,7 +49,6 @@ _RECOMPUTING: ContextVar[bool] = ContextVar("syncpipe_recomputing", default=Fals
 OUTERMOST: ContextVar[Any] = ContextVar("syncpipe_stage_lock", default=None)
 
 _Place = tuple[nn.Module, str]
-_Rows = tuple[Tensor, Tensor, Tensor]  # a weight, indices of rows, the values of these rows
 SMALL = 1 << 16  #: bytes; buffers up to this size are copied before each forward
 _VERSION: Callable[[Tensor], int] = attrgetter("_version")
 
@@ -78,13 +74,6 @@ def version_of(tensor: Tensor | None) -> int:
     return 0 if tensor is None or tensor.is_inference() else tensor._version
 
 
-def _put_rows(values: list[_Rows]) -> None:
-    """Writes rows without a new version, which other cells would notice."""
-    with NoDispatch():
-        for weight, rows, value in values:
-            weight.data.index_copy_(0, rows, value)
-
-
 def _modified(what: str, where: object, then: int, now: int) -> RuntimeError:
     return RuntimeError(
         f"{what} of {where} was modified in place between forward and backward (version {then} "
@@ -99,61 +88,12 @@ class Changes:
     def __init__(self, root: nn.Module) -> None:
         self.lock = forkable_lock()  #: held during runs of the stage if ``needs_lock`` is set
         self.needs_lock = False  #: whether concurrent runs of the stage may disturb each other
-        self.renorming: list[nn.Module] = []  #: the embeddings with ``max_norm``
-        #: For each of their living weights how often forwards modified it.
-        self.renormed: MutableMapping[Tensor, int] = WeakTensorKeyDictionary()
         self.owners: list[nn.Module] = []  #: the modules with buffers
         self.changing: set[_Place] = set()  #: large buffers that the last call's forwards changed
         #: Large buffers whose change was once found too late; copied as small ones are.
         self.copied: set[_Place] = set()
         self.steady: set[_Place] = set()  #: large buffers that a forward did not change
         self.follow(list(root.modules()))
-
-    def renorm(self, run: Callable[[], Any], used: list[_Rows] | None) -> Any:
-        """Runs a forward, and counts how often it modified the weights of embeddings.
-
-        Appends the rows that the forward read to ``used``: a second renormalisation may change the
-        last bit of a row that rounding made too long.
-        """
-        own = [vars(module) for module in self.renorming]
-
-        def count(weights: list[Any], run: Callable[[], Any]) -> Any:
-            before = list(map(version_of, weights))
-            result = run()
-            for weight, then in zip(weights, before, strict=True):
-                self.renormed[weight] = self.renormed.get(weight, 0) + version_of(weight) - then
-            return result
-
-        def forward_and_note(module: Any, input: Tensor, *args: Any, **kwargs: Any) -> Any:
-            # Counted now, not after the forward: a backward inside the forward recomputes the cell.
-            forward = partial(type(module).forward, module, input, *args, **kwargs)
-            output = count([module.weight], forward)
-            if type(input) is Tensor and used is not None:
-                with NoDispatch():  # hidden from the layer's dispatch modes
-                    rows, weight = torch.unique(input), module.weight.detach()
-                    used.append((weight, rows, weight[rows]))
-            return output
-
-        def begin() -> Any:
-            for module in self.renorming:
-                vars(module)["forward"] = MethodType(forward_and_note, module)
-            return run()
-
-        if used is None or any("forward" in each for each in own):
-            weights: list[Any] = [module.weight for module in self.renorming]
-            return count(weights, run)
-        return run_and_undo(begin, lambda: [each.pop("forward", None) for each in own])
-
-    def with_rows(self, used: list[_Rows], run: Callable[[], Any]) -> Any:
-        """Runs a recomputation with the rows of embeddings that its forward used."""
-        with NoDispatch():
-            before = [(weight, rows, weight[rows]) for weight, rows, _ in used]
-
-        def begin() -> Any:
-            _put_rows(used)
-            return run()
-
-        return run_and_undo(begin, partial(_put_rows, before))
 
     def follow(self, modules: list[nn.Module]) -> None:
         """Updates the facts to the modules that there are now."""
@@ -162,14 +102,7 @@ class Changes:
             places = {(module, name) for module in owners for name, _ in module._buffers.items()}
             self.owners, self.changing = owners, self.changing & places
             self.copied, self.steady = self.copied & places, self.steady & places
-        self.renorming = [
-            module
-            for module in modules
-            if "max_norm" in module.__dict__
-            and isinstance(module, (nn.Embedding, nn.EmbeddingBag))
-            and module.max_norm is not None
-        ]
-        self.needs_lock |= bool(self.owners or self.renorming)
+        self.needs_lock |= bool(self.owners) or any(map(renorms, modules))
 
 
 class ModuleState:
@@ -189,8 +122,8 @@ class ModuleState:
         self._parameters = [p for p in found if not is_lazy(p)]
         self.lazy = len(self._parameters) < len(found)
         self._flags = [p.requires_grad for p in self._parameters]
-        self._tracked = [p for p in self._parameters if not p.is_inference()]
-        self._computing = [substitute_of.get(id(p), p) for p in self._tracked]
+        tracked = [p for p in self._parameters if not p.is_inference()]
+        self._computing = [substitute_of.get(id(p), p) for p in tracked]
         self.note_versions()
         self._checked: tuple[object, list[Swap]] | None = None
         self.first = True  # whether no cell has run forward yet
@@ -205,7 +138,6 @@ class ModuleState:
     def note_versions(self) -> None:
         """Accepts the current values of the parameters for cells that are not yet recomputed."""
         self._versions = list(map(_VERSION, self._computing))
-        self._renormed = dict(self.changes.renormed.items())
 
     def buffer_copy(self, buffer: Tensor, version: int) -> _BufferCopy:
         """The copy of a buffer in its current version, shared by all cells."""
@@ -228,11 +160,7 @@ class ModuleState:
         if a parameter was modified in place, or if modules were added or removed.
         """
         if (versions := list(map(_VERSION, self._computing))) != self._versions:
-            renormed = self.changes.renormed
-            known = zip(self._tracked, self._computing, self._versions, versions, strict=True)
-            for p, computing, then, now in known:
-                for each in {p, computing}:  # renormalised by forwards
-                    now -= renormed.get(each, 0) - self._renormed.get(each, 0)
+            for p, then, now in zip(self._computing, self._versions, versions, strict=True):
                 if now != then:
                     raise _modified(f"a parameter ({described(p)})", where, then, now)
         if self._checked is None or self._checked[0] != epoch:
@@ -487,8 +415,6 @@ class Recomputation:
         for (module, name), value in self._copies.items():
             if name in module._buffers:
                 swaps.append((module._buffers, name, copy_of(value, made) if keep else value))
-        for embedding in changes.renorming:
-            swaps.append((embedding.__dict__, "max_norm", None))
         return swaps
 
     def _compare(self, then: Counter[Any], now: Counter[Any]) -> None:

@@ -76,7 +76,9 @@ class StageRuns:
         # A recomputed cell of an outer pipe drops the graph of this call anyway.
         recorded = state.grad and not (is_checkpointing() or is_recomputing() or state.transformed)
         self.modes = [checkpoint[s.j] if recorded else "never" for s in pipeline.stages]
-        self.rematerialized = tuple([recomputed_micro_batches(mode, m) for mode in self.modes])
+        counts = [recomputed_micro_batches(mode, m) for mode in self.modes]
+        pairs = zip(counts, pipeline.stages, strict=True)
+        self.rematerialized = tuple([n if n and not s.renorms else 0 for n, s in pairs])
         self.seed = draw_seed() if seed is None else seed
         self.runs = [
             StageRun(stage, m, self.seed, mode, grad=state.grad)

@@ -37,7 +37,6 @@ class Record:
 
     def __init__(self, policy: Selective | None) -> None:
         self.drawn: dict[int, Any] = {}
-        self.rows: list[Any] = []  # the rows of embeddings with max_norm
         self.saved = None if policy is None else (policy.contexts(), deque[list[Tensor]]())
 
 

@@ -17,7 +17,7 @@ from syncpipe.runtime.recomputation import Changes
 from syncpipe.skip.layout import layer_skips
 from syncpipe.skip.skippable import is_skippable
 from syncpipe.skip.store import SkipKey
-from syncpipe.storage import modules_of
+from syncpipe.storage import modules_of, renorms
 
 #: The cell that runs on this thread: its partition, and the function that runs the layers.
 CELL: ContextVar[tuple[nn.Module, Callable[[Any], Any]] | None] = ContextVar(
@@ -124,6 +124,11 @@ class Stage:
                     return False
         return True
 
+    @property
+    def renorms(self) -> bool:
+        """Whether a forward writes into a weight, so that it cannot be run again."""
+        return any(map(renorms, modules_of(self.partition)))
+
     def is_new(self, mode: Any) -> bool:
         if mode in self.seen:
             return False
@@ -163,4 +168,5 @@ class Stage:
                 stashes = [key for key in stashes if key not in skips.popped]
                 stashes += skips.stashed
             names, at = self.names[first:last], self.first + first
-            yield Stage(self.j, part, names, at, self.device, pops, stashes, self), n % 2 == 1
+            unit = Stage(self.j, part, names, at, self.device, pops, stashes, self)
+            yield unit, n % 2 == 1 and not unit.renorms
