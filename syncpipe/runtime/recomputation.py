@@ -25,13 +25,12 @@ generators.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, MutableMapping
+from collections.abc import Callable, Iterable, Mapping
 from contextvars import ContextVar
 from functools import partial
 from itertools import filterfalse
 from operator import attrgetter
-from typing import Any, NamedTuple, cast
-from weakref import WeakValueDictionary
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -129,7 +128,8 @@ class ModuleState:
         self.first = True  # whether no cell has run forward yet
         self.expected = set(changes.changing)  #: the large buffers that forwards may change
         self._changed: set[_Place] = set()
-        self._copies: MutableMapping[tuple[int, int], _BufferCopy] = WeakValueDictionary()
+        #: By identity, large buffers (so that they live), their latest versions, and copies.
+        self._copies: dict[int, tuple[Tensor, int, Tensor]] = {}
         changes.follow(self._modules)
 
     def like(self, other: ModuleState) -> bool:
@@ -139,12 +139,11 @@ class ModuleState:
         """Accepts the current values of the parameters for cells that are not yet recomputed."""
         self._versions = list(map(_VERSION, self._computing))
 
-    def buffer_copy(self, buffer: Tensor, version: int) -> _BufferCopy:
-        """The copy of a buffer in its current version, shared by all cells."""
-        key = id(buffer), version
-        if (found := self._copies.get(key)) is None:
-            found = self._copies[key] = _BufferCopy(buffer)
-        return found
+    def copy_of_version(self, buffer: Tensor, version: int) -> Tensor:
+        """The copy of a buffer in its current version, shared by the cells that begin with it."""
+        if self._copies.get(id(buffer), (buffer, None))[1] != version:
+            self._copies[id(buffer)] = buffer, version, copy_of(buffer, {})
+        return self._copies[id(buffer)][2]
 
     def note_changed(self, changed: Iterable[_Place]) -> None:
         """Notes which large buffers a forward changed in place, for this call and the next one."""
@@ -248,23 +247,6 @@ def _sums(buffer: Tensor) -> Tensor | None:
     return torch.cat([memory[:end].view(torch.int64).view(-1, 61).sum(0), memory[end:].long()])
 
 
-class _BufferCopy:
-    """A large buffer and its copy in one version; lives as long as cells need it."""
-
-    def __init__(self, buffer: Tensor) -> None:
-        self.buffer, self.copy = buffer, copy_of(buffer, {})
-
-
-class _BufferNote(NamedTuple):
-    """A buffer before a forward. If it changes and has no ``copy``, its old value is lost."""
-
-    place: _Place
-    buffer: Tensor | None
-    version: int
-    copy: _BufferCopy | None
-    sums: Tensor | None
-
-
 class Recomputation:
     """The forward and recomputation of a cell, both under the stage's lock. Notes the buffers."""
 
@@ -276,8 +258,10 @@ class Recomputation:
     def __init__(self, modules: ModuleState, where: object, *, may_keep: bool = False) -> None:
         self.modules = self._first = modules  # replaced later if it is lazy
         self._where, self._may_keep = where, may_keep
-        self._noted: list[_BufferNote] = []
+        #: Large buffers, their versions, and sums over them. Without a copy old values are lost.
+        self._noted: list[tuple[_Place, Tensor | None, int, Tensor | None]] = []
         self._copies: dict[_Place, Tensor] = {}
+        self._shared: dict[_Place, Tensor] = {}  # copies of large buffers, also of other cells
         self._changed: set[_Place] = set()  # the noted buffers that the forward changed
         self._lazy: list[_Place] = []
         self.inputs: Any = None
@@ -287,7 +271,7 @@ class Recomputation:
             for name, buffer in module._buffers.items():
                 place = module, name
                 if buffer is None:
-                    self._noted.append(_BufferNote(place, None, 0, None, None))
+                    self._noted.append((place, None, 0, None))
                 elif id(buffer) in modules.substitute_of:
                     continue
                 elif is_lazy(buffer):
@@ -298,12 +282,11 @@ class Recomputation:
                     self._note(place, buffer, may_keep)
 
     def _note(self, place: _Place, buffer: Tensor, may_keep: bool) -> None:
-        modules, version, copy = self.modules, version_of(buffer), None
+        modules, version = self.modules, version_of(buffer)
         known = may_keep or place in modules.changes.steady
         if not buffer.requires_grad and (place in modules.expected or not known):
-            copy = modules.buffer_copy(buffer, version)
-        sums = _sums(buffer) if modules.first else None
-        self._noted.append(_BufferNote(place, buffer, version, copy, sums))
+            self._shared[place] = modules.copy_of_version(buffer, version)
+        self._noted.append((place, buffer, version, _sums(buffer) if modules.first else None))
 
     def forward(
         self, run: Callable[[Any], Any], inputs: Any, shapes: bool | None, *, guard: bool = False
@@ -335,7 +318,7 @@ class Recomputation:
 
     def _note_changes(self) -> None:
         changes, untraced = self._first.changes, set[_Place]()
-        for place, buffer, version, copy, sums in self._noted:
+        for place, buffer, version, sums in self._noted:
             if version_of(buffer) != version:
                 self._changed.add(place)
             elif buffer is None or sums is None or torch.equal(sums, cast("Tensor", _sums(buffer))):
@@ -344,7 +327,7 @@ class Recomputation:
             else:
                 changes.copied.add(place)
                 untraced.add(place)
-            if copy is None:
+            if place not in self._shared:
                 if not self._may_keep:
                     raise self._lost(place, buffer)
                 self.keeps_graph = True
@@ -403,18 +386,19 @@ class Recomputation:
         changes = self.modules.changes
         swaps = list(self.modules.swaps(self._where, epoch))
         changes.needs_lock |= bool(swaps)
-        for (module, name), buffer, version, copy, _ in self._noted:
-            changed = (module, name) in self._changed
-            if copy is not None and (changed or version_of(buffer) != version):
-                value = copy_of(copy.copy, made) if changed else copy.copy
-                swaps.append((module._buffers, name, value))
-            elif version_of(buffer) != version:
+        for (module, name), buffer, version, _ in self._noted:
+            if (module, name) in self._shared:
+                continue
+            if version_of(buffer) != version:
                 raise self._lost((module, name), buffer)
-            elif module._buffers.get(name, buffer) is not buffer:
+            if module._buffers.get(name, buffer) is not buffer:
                 swaps.append((module._buffers, name, buffer))
-        for (module, name), value in self._copies.items():
+        values = {k: copy_of(v, made) if keep else v for k, v in self._copies.items()}
+        for place, value in self._shared.items():
+            values[place] = copy_of(value, made) if place in self._changed else value
+        for (module, name), value in values.items():
             if name in module._buffers:
-                swaps.append((module._buffers, name, copy_of(value, made) if keep else value))
+                swaps.append((module._buffers, name, value))
         return swaps
 
     def _compare(self, then: Counter[Any], now: Counter[Any]) -> None:
