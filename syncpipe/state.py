@@ -29,7 +29,7 @@ from syncpipe.compare import SIMPLE, same_bits
 from syncpipe.runtime.interrupts import run_and_undo
 from syncpipe.runtime.random_numbers import LOCKS, Generators, put_back_states, states_of
 from syncpipe.runtime.thread_state import restoring_thread
-from syncpipe.storage import renorms
+from syncpipe.storage import renorming
 
 __all__ = ["State", "restorer", "restoring_module", "restoring_settings", "same_value"]
 
@@ -95,7 +95,7 @@ def restoring_module(module: nn.Module, run: Callable[[], _T], *, gradients: boo
 
 def restorer(module: nn.Module, *, gradients: bool = False) -> Callable[[Callable[[], _T]], _T]:
     """As :func:`restoring_module`, for several calls that begin with the module as it is."""
-    renormed = {id(part.weight) for part in module.modules() if renorms(part)}
+    renormed = {id(part.weight) for part in renorming(module)}
     leave = [p for p in module.parameters() if id(p) not in renormed]
     own = [*module.parameters(), *module.buffers()]
     devices = {tensor.device for tensor in own if not tensor.is_meta}

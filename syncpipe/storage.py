@@ -30,10 +30,10 @@ def places_of(module: nn.Module) -> Iterator[tuple[nn.Module, dict[str, Any], st
                     yield part, held, name, tensor
 
 
-def renorms(module: nn.Module) -> bool:
-    """Whether a module writes into its weight in a forward: an embedding with ``max_norm``."""
-    embeds = isinstance(module, (nn.Embedding, nn.EmbeddingBag))
-    return embeds and module.max_norm is not None
+def renorming(root: nn.Module) -> list[nn.Module]:
+    """The modules that write into their weight in a forward: embeddings with ``max_norm``."""
+    kinds = nn.Embedding, nn.EmbeddingBag
+    return [m for m in modules_of(root) if isinstance(m, kinds) and m.max_norm is not None]
 
 
 def storage_of(tensor: Tensor) -> int:

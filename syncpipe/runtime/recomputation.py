@@ -40,7 +40,7 @@ from syncpipe.data.trees import attributes_of, described, map_tensors, objects_i
 from syncpipe.runtime.errors import annotate
 from syncpipe.runtime.graph import nodes_of
 from syncpipe.runtime.interrupts import Swap, forkable_lock, with_swaps
-from syncpipe.storage import clones, is_slice, renorms, with_class_of
+from syncpipe.storage import clones, is_slice, with_class_of
 
 _CHECKPOINTING: ContextVar[bool] = ContextVar("syncpipe_checkpointing", default=False)
 _RECOMPUTING: ContextVar[bool] = ContextVar("syncpipe_recomputing", default=False)
@@ -101,7 +101,7 @@ class Changes:
             places = {(module, name) for module in owners for name, _ in module._buffers.items()}
             self.owners, self.changing = owners, self.changing & places
             self.copied, self.steady = self.copied & places, self.steady & places
-        self.needs_lock |= bool(self.owners) or any(map(renorms, modules))
+        self.needs_lock |= bool(self.owners)
 
 
 class ModuleState:

@@ -37,7 +37,7 @@ SHARED, BORROWED, TARGET = 1, 2, 4
 def in_place(task: Any, r: int, inner: Any) -> Any:
     """Passes ownership flags from the inputs of a cell to the outputs that it sends."""
     call, run, first, last = task.call, task.call.runs[r], task.first[r], task.last[r]
-    recomputed, renorms = call.rematerialized[r], run.stage.renorms
+    recomputed = call.rematerialized[r]
     if last and not first:
         return inner
 
@@ -55,8 +55,8 @@ def in_place(task: Any, r: int, inner: Any) -> Any:
                 inputs, cell.owners, outputs, all_borrowed=borrowed, target=target
             )
         single = type(outputs[0]) is Tensor and not outputs[1]
-        if not single or outputs[0].grad_fn is None or renorms:
-            outputs, sent = own_memory(inputs, outputs, sent, all_leaves=renorms)
+        if not single or outputs[0].grad_fn is None:
+            outputs, sent = own_memory(inputs, outputs, sent, all_leaves=run.stage.renorms)
         if sent or not single:
             cell.sent_owners = sent_flags(outputs, sent)
         return outputs

@@ -48,7 +48,7 @@ from syncpipe.schedules.steps import Edge
 from syncpipe.stages.part import Part
 from syncpipe.stages.run import StageRun
 from syncpipe.stages.stage import Partition, Stage
-from syncpipe.storage import modules_of, place_of, places_of, renorms, with_class_of
+from syncpipe.storage import modules_of, place_of, places_of, renorming, with_class_of
 
 _OWN_FORWARD = ("forward", "_compiled_call_impl")
 _OF_PIPES = ("_layout", "_modules", "_pipeline")  # attributes that a copied Pipe makes for itself
@@ -535,6 +535,6 @@ def _reason(module: nn.Module) -> str:
             "one after another: make the Pipe with deferred_batch_norm=True, call eval() of that "
             "normalisation, or give the stage one device"
         )
-    if renorms(module):
+    if renorming(module):
         return "has an embedding with max_norm, which writes into its weight: give it one device"
     return ""

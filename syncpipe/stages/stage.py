@@ -17,7 +17,7 @@ from syncpipe.runtime.recomputation import Changes
 from syncpipe.skip.layout import layer_skips
 from syncpipe.skip.skippable import is_skippable
 from syncpipe.skip.store import SkipKey
-from syncpipe.storage import modules_of, renorms
+from syncpipe.storage import modules_of, renorming
 
 #: The cell that runs on this thread: its partition, and the function that runs the layers.
 CELL: ContextVar[tuple[nn.Module, Callable[[Any], Any]] | None] = ContextVar(
@@ -92,6 +92,7 @@ class Stage:
         self.pops, self.stashes = list(pops), list(stashes)
         modules = list(partition.modules())
         self.changes = Changes(partition)
+        self.changes.needs_lock |= self.renorms
         self.has_skips = any(map(is_skippable, modules))
         self.defers_batch_norm = partition.defers_batch_norm and any(
             isinstance(m, DeferredBatchNorm) for m in modules
@@ -127,7 +128,7 @@ class Stage:
     @property
     def renorms(self) -> bool:
         """Whether a forward writes into a weight, so that it cannot be run again."""
-        return any(map(renorms, modules_of(self.partition)))
+        return bool(renorming(self.partition))
 
     def is_new(self, mode: Any) -> bool:
         if mode in self.seen:
