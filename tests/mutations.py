@@ -96,7 +96,7 @@ def _files(*names: str) -> list[str]:
 _HERE = "^(?!distributed/)"
 
 #: Only accelerators come here.
-_DEVICES = r"runtime/(offload|streams)\.py"
+_DEVICES = r"(stages/offload|runtime/streams)\.py"
 
 #: A few cases of the fuzz notice most. Tests that take a statement out themselves are left out:
 #: they find it missing, whatever it was good for.

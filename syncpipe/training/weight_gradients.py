@@ -26,9 +26,9 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from syncpipe.runtime import offload
 from syncpipe.runtime.graph import AccumulateGrad, go_back, nodes_of
 from syncpipe.runtime.streams import DeviceStreams
+from syncpipe.stages.offload import UNPACK
 
 #: A node with a deferred weight half, its product and settings, its paths to weight and bias.
 _Node = tuple[Any, Any, Any, Sequence[Any], Sequence[Any]]
@@ -271,7 +271,7 @@ def _has_saved_by_hooks(node: Any, name: str) -> bool:
     """Whether a layer's own saved-tensor hooks apply, which may count how often they unpack."""
     saved = getattr(node, name.replace("_saved", "_raw_saved", 1))
     hook = getattr(saved, "unpack_hook", None)
-    return hook is not None and getattr(hook, "__module__", "") != offload.__name__
+    return hook is not None and hook is not UNPACK
 
 
 def _has_hooks(node: Any) -> bool:

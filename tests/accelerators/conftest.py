@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from syncpipe.runtime import offload
+from syncpipe.stages import offload
 
 
 @pytest.fixture

@@ -12,7 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from syncpipe import Pipe
-from syncpipe.runtime import offload
+from syncpipe.stages import offload
+from syncpipe.training.weight_gradients import WeightGradients
 from tests import simulated
 from tests.accelerators.four import LAYOUTS, WIDTH, trained
 from tests.fuzz.models import OwnStream
@@ -60,6 +61,19 @@ def test_what_layers_store_on_streams_of_their_own_stays_there(copies):
     pipe = Pipe(module, [2], devices=[acc.device(1)], checkpoint="offload")
     pipe(torch.randn(12, WIDTH, device=acc.device(1), requires_grad=True))
     assert len(copies) == 1  # what the cosine stores
+
+
+def test_products_are_left_to_the_weight_halves(monkeypatch):
+    accumulate, left = WeightGradients.accumulate, []
+
+    def counting(gradients: WeightGradients) -> None:
+        left.append(len(gradients.pending))
+        accumulate(gradients)
+
+    monkeypatch.setattr(WeightGradients, "accumulate", counting)
+    for pipe in both(nn.Sequential(nn.Linear(WIDTH, 4), nn.Linear(4, 4)), chunks=4):
+        results(pipe, "zb_h1", torch.rand(8, WIDTH, device=acc.device(0)))
+    assert left == [1] * 16
 
 
 def flush() -> None:

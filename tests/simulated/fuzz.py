@@ -19,8 +19,8 @@ import torch
 from torch import Tensor
 
 from syncpipe.data.trees import map_tensors, tensors_in
-from syncpipe.runtime import offload
 from syncpipe.runtime.worker import Worker
+from syncpipe.stages import offload
 from tests import simulated
 from tests.fuzz.cases import Call, Case, drawn_case
 from tests.fuzz.command import by_hand

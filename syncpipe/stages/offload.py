@@ -20,9 +20,9 @@ from __future__ import annotations
 
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
-from itertools import pairwise
+from itertools import chain, pairwise
 from operator import call
 from typing import Any
 
@@ -31,34 +31,51 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from syncpipe.data.trees import described
+from syncpipe.runtime.engine import Run
 from syncpipe.runtime.recomputation import version_of
-from syncpipe.runtime.streams import DeviceStreams
+from syncpipe.runtime.worker import Worker
+from syncpipe.schedules.schedule import Kind
+from syncpipe.schedules.steps import Steps
+from syncpipe.stages.part import Part
 from syncpipe.storage import storage_of
 
 SMALL = 1 << 18  #: bytes; smaller tensors stay: starting a copy takes longer than the copy
 AHEAD = 4  #: copies in flight to the host, and copies back that are started early
+UNPACK = call  #: the hook that unpacks: what is packed is a function
 
 _graph_stays = torch._C._autograd._get_current_graph_task_keep_graph  # as for retain_graph=True
 
 
-class Offload:
-    """The offloaded activations of one stage (with parameters and buffers ``own``) in one call."""
+def offload(call: Any) -> None:
+    for r, streams in enumerate(call.streams_of):
+        if streams.backend is not None and call.modes[r] == "offload":
+            call.parts.append(Offload(call, r))
 
-    def __init__(self, streams: DeviceStreams, out: Any, back: Any, own: Iterable[Tensor]) -> None:
+
+class Offload(Part):
+    """The offloaded activations of one stage in one call."""
+
+    def __init__(self, call: Any, r: int) -> None:
+        self._r, self._m, streams = r, call.m, call.streams_of[r]
+        worker: Worker = call.pipeline.workers[call.pipeline.worker_of[r]]
         self.device, self.backend = streams.device, streams.backend
-        self.compute, self.out, self.back = streams.compute, out, back
+        self.compute, (self.out, self.back) = streams.compute, worker.host_streams()
+        partition = call.pipeline.stages[r].partition
+        own = chain(partition.parameters(), partition.buffers())
         self._own = {storage_of(tensor) for tensor in own}
         self._leaving: deque[tuple[Any, Tensor]] = deque()  # in flight to the host: event, memory
         self._copies: dict[int, list[weakref.ref[_Copy]]] = {}  # by micro-batch, in order
         self._following: dict[int, int] = {}
         self._known: dict[tuple[int, int], weakref.ref[_Copy]] = {}  # by storage and version
 
-    def set_backward_order(self, order: Sequence[int]) -> None:
-        self._following = dict(pairwise(order))
+    def begin(self, steps: Steps) -> None:
+        self._following = dict(pairwise(steps.backwards(self._r) or range(self._m)[::-1]))
 
-    def wrap_forward(self, run: Callable[..., Any]) -> Callable[..., Any]:
+    def around(self, kind: Kind, r: int, run: Run) -> Run:
+        if kind != "forward" or r != self._r:
+            return run
 
-        def offloading(i: int, *args: Any) -> Any:
+        def offloading(i: int, messages: list[Any]) -> Sequence[Any]:
             disabled = torch._C._autograd._saved_tensors_hooks_get_disabled_error_message()
             if disabled is not None:  # for example by torch.func.grad
                 raise RuntimeError(
@@ -67,13 +84,16 @@ class Offload:
             copies = self._copies.setdefault(i, [])
             try:
                 torch._C._autograd._push_saved_tensors_default_hooks(
-                    lambda tensor: self._pack(tensor, i, copies), call
+                    lambda tensor: self._pack(tensor, i, copies), UNPACK
                 )
-                return run(i, *args)
+                return run(i, messages)
             finally:
                 torch._C._autograd._pop_saved_tensors_default_hooks()
 
         return offloading
+
+    def end(self) -> None:
+        self.release_sources()
 
     def _pack(
         self, tensor: Tensor, i: int, copies: list[weakref.ref[_Copy]]
