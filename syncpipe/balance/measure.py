@@ -567,7 +567,7 @@ class _Profiler:
             labels = layer_label(name, layer), f"a micro-batch of {size} samples{note}"
             watch = self._roofline.watch if self._roofline else stopwatch(device)
             runs.append(LayerRun(*labels, made, inputs, [*popped], device, self._unpack, watch))
-            peaks[size], halves[size] = self._observe_run(size, runs[-1], stashed)
+            peaks[size], halves[size], *products = self._observe_run(size, runs[-1], stashed)
         for k, (key, stash) in enumerate(popped.items()):
             bytes = [size_of(run.inputs[1][k]) for run in runs]
             of = dict(zip(self._sizes, bytes, strict=True))
@@ -576,15 +576,16 @@ class _Profiler:
         numbers["output_bytes"] = {size: size_of(value) for size, value in self._inputs.items()}
         numbers["peak_bytes"] = {} if None in peaks.values() else peaks
         numbers["halves_bytes"] = halves
+        numbers["product_bytes"], numbers["apart_bytes"] = products
         return numbers, runs
 
     def _observe_run(
         self, size: int, run: LayerRun, stashed: Iterable[SkipKey]
-    ) -> tuple[int | None, int]:
+    ) -> tuple[int | None, int, int, int]:
         """Run a layer for the first time, and pass on its outputs.
 
         Returns the maximum of bytes alive, or None if torch.compile hides them; and the bytes that
-        the weight half of its backward needs.
+        :func:`watch_halves` finds.
         """
         layer = run.layer
         live: LiveMemory | None = None
@@ -616,13 +617,13 @@ class _Profiler:
             live.exclude(p.grad for p in own if p.grad is not None)
             live.restart_with(saved())
         del output, store, passed_on
-        halves = watch_halves(run.roots)
+        halves, product, apart = watch_halves(run.roots)
         # Without timing, backward may fail.
         unsure = nullcontext() if self._timed else suppress(Exception)
         with unsure, live or nullcontext(), likely or nullcontext():
             run.run_backward()
         run.likely = max(likely.seconds, GPU.launch) if likely else 0.0
-        return None if live is None else max(peak, live.most), halves()
+        return None if live is None else max(peak, live.most), halves(), product, apart
 
     def _own_bytes(self, index: int, layer: nn.Module, made: nn.Module) -> dict[str, int]:
         """Bytes of parameters and buffers; those of an earlier layer count there."""

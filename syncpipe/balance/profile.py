@@ -56,6 +56,9 @@ class LayerProfile:
             parameters; None if unknown.
         halves_bytes: what the weight half of its backward needs from the input half: inputs of its
             products with weights, and gradients of their outputs. Empty if unknown.
+        product_bytes: the largest of these products.
+        apart_bytes: the largest of them that is made before it is added to a gradient, as that of a
+            convolution is.
     """
 
     name: str
@@ -71,6 +74,8 @@ class LayerProfile:
     peak_bytes: BySize = field(default_factory=dict)
     weight_share: float | None = None
     halves_bytes: BySize = field(default_factory=dict)
+    product_bytes: int = 0
+    apart_bytes: int = 0
 
     def memory(self, param_scale: float) -> float:
         """Return the bytes that stay on its device, whatever the number of micro-batches.

@@ -90,12 +90,18 @@ FACTORS = {
     "MmBackward0": ("_saved_self", 1),
     "ConvolutionBackward0": ("_saved_input", 1),
 }
+#: Nodes between a weight and its product, as there.
+PASS_THROUGH = ("TBackward0", "ToCopyBackward0")
 
 
-def watch_halves(roots: Iterable[Tensor]) -> Callable[[], int]:
-    """Watch a graph; after its backward the result returns the bytes that weight halves need."""
+def watch_halves(roots: Iterable[Tensor]) -> tuple[Callable[[], int], int, int]:
+    """Watch a graph. After its backward the function returns the bytes that weight halves need.
+
+    The numbers are bytes of the largest product, and of the largest one that is made before it is
+    added to a gradient; products of matrices are added at once.
+    """
     inputs: dict[int, int] = {}
-    gradients: list[int] = []
+    gradients, products, apart = list[int](), [0], [0]
 
     def note(_: Any, grads: Any) -> None:
         gradients.extend(size for _, size, _ in _storages_of(g for g in grads if g is not None))
@@ -105,10 +111,15 @@ def watch_halves(roots: Iterable[Tensor]) -> Callable[[], int]:
         hook = getattr(getattr(node, f"_raw{factor}", None), "unpack_hook", None)
         # Hooks of the layer itself may recompute the input.
         own = hook is None or hook.__module__ == __name__
-        if factor and own and node.next_functions[weight][0] is not None:
+        leaf: Any = node.next_functions[weight][0] if factor and own else None
+        while leaf is not None and leaf.name() in PASS_THROUGH:
+            leaf = leaf.next_functions[0][0]
+        if hasattr(leaf, "variable"):
             inputs |= {key: size for key, size, _ in _storages_of([getattr(node, factor)])}
             node.register_hook(note)
-    return lambda: sum(inputs.values()) + sum(gradients)
+            products.append(size_of(leaf.variable))
+            apart += products[-1:] * (node.name() == "ConvolutionBackward0")
+    return lambda: sum(inputs.values()) + sum(gradients), max(products), max(apart)
 
 
 class LiveMemory(TorchDispatchMode):  # type: ignore[no-untyped-call]

@@ -221,7 +221,7 @@ class Problem:
             found = found._replace(each=kept, once=peak - kept - run.transient)
         if shape.split:
             halves, transient = chain.sums["halves"], chain.split_transient(i, j)
-            weight = max(chain.trained[i:j]) - transient
+            weight = max(chain.apart[i:j]) - transient
             found = found._replace(halves=halves[j] - halves[i], transient=transient, weight=weight)
         return found
 

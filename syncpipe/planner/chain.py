@@ -30,6 +30,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate, pairwise
+from operator import mul
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -123,6 +124,8 @@ class Chain:
         trained: bytes of trained parameters.
         update: bytes of the optimizer's step, besides its state.
         halves: bytes that the weight half of backward needs.
+        products: bytes of its largest product.
+        apart: bytes of its largest product that is not added to a gradient at once.
         weight: seconds of the weight half of backward.
         interpreter: seconds of forward that hold the interpreter's lock.
         peaks: peak bytes while the layer runs (``LayerProfile.peak_bytes``); empty if unknown.
@@ -145,6 +148,8 @@ class Chain:
     trained: tuple[float, ...] = ()
     update: tuple[float, ...] = ()
     halves: tuple[float, ...] = ()
+    products: tuple[float, ...] = ()
+    apart: tuple[float, ...] = ()
     chunks: int = 0
 
     @classmethod
@@ -169,10 +174,14 @@ class Chain:
         stored, outputs, halves = (
             numbers(f"{what}_bytes") for what in ("stored", "output", "halves")
         )
-        if not any(layer.halves_bytes for layer in layers):  # unknown: the upper bound
+        products = [layer.product_bytes for layer in layers]
+        apart: list[float] = [layer.apart_bytes for layer in layers]
+        if not any(layer.halves_bytes for layer in layers):  # unknown: the upper bounds
             halves = tuple(s + out for s, out in zip(stored, outputs, strict=True))
+            apart = [*trained]
         # Layers with tied weights hold nothing between the halves.
         tied = {k for home, others, *_ in profile.ties for k in (home, *others)}
+        split = [float(k not in tied) for k in range(len(layers))]
         chain = cls(
             forward=numbers("forward"),
             backward=backward,
@@ -188,7 +197,9 @@ class Chain:
             ties=profile.ties,
             trained=trained,
             update=tuple([update * size for size in trained]),
-            halves=tuple(size * (k not in tied) for k, size in enumerate(halves)),
+            halves=tuple(map(mul, halves, split)),
+            products=tuple(map(mul, products, split)),
+            apart=tuple(map(mul, apart, split)),
             skips=tuple(
                 (skip.stash, skip.pop, interpolate(skip.bytes, samples)) for skip in profile.skips
             ),
@@ -243,11 +254,15 @@ class Chain:
         layer = torch.arange(low, high)
         to, shared, trained = x["stored"], x["shared"], x["trained"]
         peaks = doubles(self.peaks[low:high])
-        if split:  # no gradients of weights
+        if split:  # no products
             bare = x["inputs"][layer] + x["inputs"][layer + 1] + doubles(self.stored)[layer]
-            peaks = torch.maximum(peaks - trained[layer + 1] + trained[layer], bare.minimum(peaks))
+            peaks = torch.maximum(peaks - doubles(self.products)[layer], bare.minimum(peaks))
         full = peaks + to[layer] - to[begin]
         full += (shared[begin] - shared[layer]) * (layer > begin)
+        if split:  # what weight halves of the layers behind need, of which a layer may store a part
+            halves, behind = x["halves"], layer[1:]
+            full += halves[end] - halves[layer + 1]
+            full[:, :-1] -= shared[behind].minimum(halves[behind + 1] - halves[behind])
         if first:
             full -= trained[layer + 1] - trained[begin]
         most = full.masked_fill(layer < begin, -torch.inf).cummax(1)[0]

@@ -201,8 +201,9 @@ class _Matrix:
             factors = (gy.t(), x.conj()) if transposed else (x.t().conj(), gy)
             torch.addmm(grad, *factors, out=grad)  # `addmm_` is not known to FlopCounterMode
             return
-        gradient = gy.t().mm(x.conj()).t() if column_major else x.t().conj().mm(gy)
-        add_to_grad(weight, gradient.t() if transposed else gradient)
+        gradient = gy.t().mm(x.conj()) if column_major else x.t().conj().mm(gy)
+        # No view unless it has to be one: it becomes the gradient, which shares no memory.
+        add_to_grad(weight, gradient if transposed == column_major else gradient.t())
 
 
 class _Convolution:
