@@ -64,6 +64,8 @@ _EXCHANGED = 16  # devices; with more, no two change places
 _MOST_BOUNDARIES = 1024  # if the first search finds nothing
 
 Evaluate = Callable[..., Candidate | None]
+#: An order of the devices, and the candidates that fit on them.
+Ordered = tuple[tuple[int, ...], list[Candidate]]
 Chunks = int | Iterable[int] | None
 
 _rank = attrgetter("rank")
@@ -247,30 +249,25 @@ def _most_slots(
     return tuple(slots)
 
 
-def search_orders(problem: Problem, **choice: Any) -> tuple[tuple[int, ...], list[Candidate]]:
-    """The order of the devices with the fastest candidate, and the result of :func:`search` for it;
-    the given order and an empty list if nothing fits.
+def search_orders(problem: Problem, **choice: Any) -> list[Ordered]:
+    """Orders of the devices, each with the result of :func:`search`; first the one with the fastest
+    candidate, or the given one if nothing fits.
 
     Tries the orders of :meth:`.Machine.orders` and, if links differ, exchanges of two devices that
     make the best candidate faster.
     """
-    machine = problem.machine
+    machine, known = problem.machine, list[Ordered]()
 
-    def tried(order: tuple[int, ...]) -> tuple[tuple[int, ...], list[Candidate]]:
-        return order, search(problem.on(machine.ordered(order)), **choice)
+    def step(each: Ordered) -> float:
+        return _rounded_down(each[1][0].time) if each[1] else math.inf
 
-    def rank(pair: tuple[tuple[int, ...], list[Candidate]]) -> float:
-        return _rounded_down(pair[1][0].time) if pair[1] else math.inf
-
-    known = {order: tried(order) for order in machine.orders()}
-    best = min(known.values(), key=rank)
-    while best[1] and not machine.even_links and len(machine) <= _EXCHANGED:
-        order = _exchange(problem, *best)
-        if order in known:
-            break
-        known[order] = tried(order)
-        best = min(best, known[order], key=rank)
-    return best
+    orders, exchanged = machine.orders(), not machine.even_links and len(machine) <= _EXCHANGED
+    while orders:
+        known += [(order, search(problem.on(machine.ordered(order)), **choice)) for order in orders]
+        known.sort(key=step)
+        orders = [_exchange(problem, *known[0])] if exchanged and known[0][1] else []
+        orders = [order for order in orders if order not in dict(known)]
+    return known
 
 
 def _exchange(problem: Problem, order: tuple[int, ...], found: list[Candidate]) -> tuple[int, ...]:
@@ -451,10 +448,14 @@ def choose(
     """
     usual = schedule in (None, "1f1b")
     choice: dict[str, Any] = {"chunks": chunks, "stages": stages if usual else None}
-    order, found = search_orders(problem, **choice)
-    there = problem.on(problem.machine.ordered(order))
-    usually = [one for one in [refined(there, found, **choice)] if one]
-    made, how = usually, f"schedule={schedule!r}"
+    usually, how = list[Candidate](), f"schedule={schedule!r}"
+    orders = search_orders(problem, **choice)
+    order, found = orders[0]
+    for each, fitting in orders:  # by layer another order may be the fastest
+        candidate = refined(problem.on(problem.machine.ordered(each)), fitting, **choice)
+        if candidate and (not usually or candidate.rank < usually[0].rank):
+            order, found, usually = each, fitting, [candidate]
+    made = usually
     if replicas:
         other, candidate = search_shared(problem, chunks)
         if not made or candidate.rank < made[0].rank:

@@ -159,3 +159,15 @@ def test_more_memory_does_not_hide_the_cut_that_recomputes_by_layer() -> None:
         for limit in (955e6, 1012e6)  # with the larger limit a slower cut stores all layers
     }
     assert step[1012e6] <= step[955e6] * 1.005
+
+
+def test_the_order_of_the_devices_is_that_of_the_stages_by_layer() -> None:
+    """Where whole stages recompute, another order is the fastest."""
+    profile, rates = random_profile(11, "kinds 38"), Machine.even(3, 1, 12e9).bandwidth
+    machine = Machine((124e6, 82.6e6, 82.6e6), rates)
+    found = []
+    for order in ((0, 1, 2), (1, 2, 0)):
+        problem = Problem(profile, machine.ordered(order), 64, 4.0)
+        found.append(refined(problem, search(problem, chunks=8), 8))
+    plan = syncpipe.plan(profile, devices=machine, batch_size=64, chunks=8)
+    assert plan.step_time == min(one.time for one in found if one)

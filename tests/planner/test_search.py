@@ -312,7 +312,7 @@ def test_the_order_of_the_kinds_is_chosen() -> None:
     """The first stages store more, so the large devices come first, whatever was said."""
     profile = a_profile()
     given = Machine((600.0, 600.0, 2400.0, 2400.0), Machine.even(4, 1, 1e3).bandwidth)
-    order, found = search_orders(Problem(profile, given, 64, 4.0))
+    order, found = search_orders(Problem(profile, given, 64, 4.0))[0]
     assert order == (2, 3, 0, 1)
     as_given = best(profile, given, 64)
     assert as_given is None or found[0].time < as_given.time
@@ -331,7 +331,7 @@ def test_the_order_of_like_devices_is_that_of_the_links(seed: int) -> None:
         rate[a][b] = rate[b][a] = draw.choice((1.0, 4.0, 20.0))
     machine = Machine((math.inf,) * n, tuple(map(tuple, rate)))
     problem = Problem(a_profile(6), machine, 64, 4.0)
-    order, found = search_orders(problem, chunks=8)
+    order, found = search_orders(problem, chunks=8)[0]
     assert problem.on(machine.ordered(order)).evaluate(found[0].shape, found[0].balance) == found[0]
     every = (search(problem.on(machine.ordered(some)), chunks=8) for some in permutations(range(n)))
     assert found[0].time <= 1.02 * min(one[0].time for one in every)
