@@ -388,15 +388,26 @@ def slots_bound(m: float, count: int, q: Any, f: Any, b: Any, after: Any, again:
 
     Args:
         m: micro-batches, of which a smaller last one counts as a fraction; ``count`` whole ones.
-        q, f, b, after: slots, ``F``, ``B`` and ``D`` of one stage or, as tensors, of many.
+        q: slots, a number or a tensor.
+        f, b, after: ``F``, ``B`` and ``D`` of one stage or of many, as tensors.
         again: seconds of recomputation, which begins while the gradient is on its way.
     """
-    r, rest = b + again, (after - again).clamp(min=0)
-    idle = (rest - (q - 1) * f).clamp(min=0) + (rest - (q - 1) * r).clamp(min=0)
-    few = torch.maximum(f + (m - 1) * r, m * f) + after + b
+    r = b + again
     work = m * (f + r)
-    own = torch.where(q < count, work + idle, torch.maximum(work, few))
-    return torch.maximum(own, (math.floor(m) / q).ceil() * (f + after + b))
+
+    def some() -> Any:
+        rest = (after - again).clamp(min=0)
+        return work + (rest - (q - 1) * f).clamp(min=0) + (rest - (q - 1) * r).clamp(min=0)
+
+    def every() -> Any:
+        return torch.maximum(work, torch.maximum(f + (m - 1) * r, m * f) + after + b)
+
+    if isinstance(q, Tensor):
+        own = torch.where(q < count, some(), every())
+    else:
+        own = some() if q < count else every()
+    turns = -(-math.floor(m) // q)
+    return torch.maximum(own, turns * (f + after + b))
 
 
 def _bound_of(shape: ScheduleShape, costs: Costs, counts: Sequence[int]) -> float:

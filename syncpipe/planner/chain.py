@@ -28,7 +28,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, lru_cache
 from itertools import accumulate, pairwise
 from operator import mul
 from typing import Any, Literal, NamedTuple
@@ -336,7 +336,8 @@ class Chain:
             more = _positive(q - 2)
             once = once + (q - 1 - more) * stored + more * _positive(stored - taken)
         transient, first = run.transient, run.first_transient - run.transient
-        if known and self.chunks:  # the first backward follows all forwards: no gradients yet
+        if known and self.chunks and (isinstance(q, Tensor) or q >= self.chunks):
+            # The first backward follows all forwards: no gradients yet.
             fewer = first if self.chunks == 1 else _positive(each + first) - each
             transient = transient + fewer * (q >= self.chunks)
         arrived = 0.0
@@ -414,6 +415,7 @@ def costs_of(chain: Chain, machine: Machine, balance: Sequence[int], split: bool
     )
 
 
+@lru_cache(maxsize=16)
 def within(count: int, width: int) -> Tensor:
     """For each of ``count`` boundaries the next ``width``, at most the one at the end."""
     return (torch.arange(count)[:, None] + torch.arange(1, width + 1)).clamp(max=count)

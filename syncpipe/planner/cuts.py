@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable
 from functools import lru_cache
 from itertools import accumulate, pairwise
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -46,27 +47,27 @@ def least_largest(
         its end and its number of devices; no stages if the cost is infinite.
     """
     layers = len(ends)
-    none = torch.full((layers + 1,), math.inf, dtype=torch.float64)
-    table, went = [none.index_fill(0, torch.tensor([layers]), 0.0)], [(none, none)]
+    none = doubles([math.inf] * layers)
+    #: By devices left and first layer: the least cost; the column of ``ends``, and the devices.
+    table, went = [doubles([math.inf] * layers + [0.0])], [(none, none)]
     after = [table[0][ends]]
     for k in range(1, devices + 1):
-        best, end, used = none.clone(), none.clone(), none.clone()
+        best, column, used = none, none, none
         for d in range(1, min(k, width) + 1):
             value, at = both(cost(k, d), after[k - d], k).min(1)
-            better = value < best[:-1]
-            best[:-1] = torch.where(better, value, best[:-1])
-            end[:-1] = torch.where(better, ends.gather(1, at[:, None])[:, 0], end[:-1])
-            used[:-1] = torch.where(better, d, used[:-1])
-        table.append(best)
-        after.append(best[ends])
-        went.append((end, used))
+            better = value < best
+            best = torch.where(better, value, best)
+            column, used = torch.where(better, at, column), torch.where(better, d, used)
+        table.append(torch.cat((best, none[:1])))
+        after.append(table[k][ends])
+        went.append((column, used))
 
     def cut(k: int) -> tuple[float, tuple[tuple[int, int, int], ...]]:
         least, found, i = float(table[k][0]), list[tuple[int, int, int]](), 0
         while i < layers and least < math.inf:
-            j, r = (int(column[i]) for column in went[k])
-            found.append((i, j, r))
-            i, k = j, k - r
+            at, r = (int(column[i]) for column in went[k])
+            found.append((i, int(ends[i, at]), r))
+            i, k = found[-1][1], k - r
         return least, tuple(found)
 
     return cut
@@ -83,22 +84,25 @@ class CutFinder:
         #: Micro-batches, of which a smaller last one counts as a fraction.
         self.m = problem.batch_size / sizes_of(problem.batch_size, m)[0]
         sums, layers = [*accumulate(reversed(self.chain.inputs[:-1]))], len(self.chain)
+        self._longest = max(b - a for a, b in pairwise(self.chain.sums["time"]))
         #: Mean bytes that cross each boundary from here on, in both directions.
         self.sent = doubles([2 * sums[k] / (k + 1) for k in reversed(range(layers))] + [0.0])
         self._runs = lru_cache(maxsize=4)(self.chain.runs)
         self._any, self._stage = (lru_cache(maxsize=4)(self._bounds) for _ in range(2))
         self.cut = lru_cache(maxsize=None)(self._cuts)
 
-    def lowest(self, n: int) -> float:
-        """Seconds below which no cut into ``n`` stages falls.
+    def lowest(self, n: int, slots: Slots = ()) -> float:
+        """Seconds below which no cut into ``n`` stages falls, with these slots.
 
         All work of a stage is between the arrival of the first micro-batch and the departure of the
-        last one, so a stage can have at most an m-th of the remaining time as its own.
+        last one, so a stage can have at most an m-th of the remaining time as its own. Stage 0 has
+        so many micro-batches in flight as it has slots, each of which passes all stages.
         """
         speed, m, sums = self.machine.speed[:n], self.m, self.chain.sums["time"]
         share = sums[-1] / max(speed) / (1 - (1 - 1 / m) ** n)
-        longest = max(b - a for a, b in pairwise(sums)) / max(speed)
-        return max(share, m * longest, m * sums[-1] / sum(speed)) * (1 - NOTICED)
+        turns = -(-math.floor(m) // slots[0]) * sums[-1] / max(speed) if slots else 0.0
+        least = max(self._longest / max(speed), sums[-1] / sum(speed))
+        return max(share, turns, m * least) * (1 - NOTICED)
 
     def _cuts(self, n: int, slots: Slots = (), skips: bool = False) -> tuple[float, Balance]:
         """The least bound of the cuts into ``n`` stages, infinite if nothing fits, and its cut. By
@@ -148,7 +152,7 @@ class CutFinder:
 
         def both(own: Tensor, after: Tensor, k: int) -> Tensor:
             # In a tie this stage has the least work.
-            return torch.maximum(own, after) + 2 * ways(k) + 1e-7 * own
+            return torch.maximum(own, after).add_(2 * ways(k)).add_(own, alpha=1e-7)
 
         value, most, width = math.inf, _SLOWER * self.lowest(n), 0
         while value > most and width < count:
@@ -177,26 +181,29 @@ class CutFinder:
         chain, m, run = self.chain, self.m, self._runs(at, first, width)
         f, b = run.forward / speed, run.backward / speed
         times = chain.tensors["time"][[*at]]
-        before = times[: len(f), None] / left
+        rows = 1 if first else len(at) - 1
+        before = times[:rows, None] / left
         after = (times[-1] - times) / right + each * self.sent[[*at]]
-        after = after[within(len(at) - 1, width)[: len(f)]]
+        after = after[within(len(at) - 1, width)[:rows]]
         best, taken = torch.full_like(f, math.inf), self.machine.host * f
 
-        def over(q: Tensor, mode: Mode) -> Tensor:
+        def over(q: Any, mode: Mode) -> Tensor:
             # With any slots, a bound: only the skips that are sure to wait.
-            q0 = torch.full_like(q, asked[1]) if asked and not first else q
-            held = chain.needs(run, q, q0, mode, taken)
+            held = chain.needs(run, q, asked[1] if asked and not first else q, mode, taken)
             found: Tensor = held.peak(q) - limit * _ROUNDED
             return found
 
+        q: Any = float(asked[0]) if asked else torch.full_like(f, self.count)
+        if limit == math.inf:
+            return slots_bound(m, self.count, q, f, b, after, 0.0) + before
         if self.by_layer and asked:
-            q = torch.tensor(float(asked[0]))
             more, least = (over(q, mode) for mode in self.problem.modes[:2])
             share = (more / (more - least).clamp(min=1e-30)).clamp(0, 1)
             own = slots_bound(m, self.count, q, f, b + f * share, after, 0.0)
             return own.masked_fill((more > 0) & (least > 0), math.inf) + before
-        for mode in self.problem.modes if limit < math.inf else self.problem.modes[:1]:
-            q = torch.tensor(float(asked[0])) if asked else torch.full_like(f, self.count)
+        for mode in self.problem.modes:
+            if not asked:
+                q = torch.full_like(f, self.count)
             more = over(q, mode)
             least = more if asked else over(torch.ones_like(f), mode)
             for _ in range(0 if asked else 3):  # memory is linear in slots in 2 or 3 pieces
@@ -210,6 +217,7 @@ class CutFinder:
             if mode == "offload":
                 own = torch.maximum(own, self.problem.link_time(m, run.stored))
             best = torch.where(more > 0, best, torch.minimum(best, own))
-            if mode == "store" and bool(((more <= 0) & (q == q.max())).all()):
+            every = more <= 0 if asked else (more <= 0) & (q == q.max())
+            if mode == "store" and bool(every.all()):
                 break
         return best + before

@@ -42,8 +42,9 @@ __all__ = [
 #: Budgets of simulated actions for a schedule that was asked for, and for a comparison; and the
 #: most cells of a schedule.
 _LONG, _SHORT, _CELLS = 300_000, 30_000, 4096
-#: The candidates to improve, and the simulated actions for all and for each.
-_IMPROVED, _WORK, _EACH = 32, 600_000, 100_000
+#: The candidates to improve, and the simulated actions for all and for each; and those added for
+#: what is near the best.
+_IMPROVED, _WORK, _EACH, _MORE = 32, 600_000, 100_000, 300_000
 #: How many times slower than the best a candidate may be to be improved, if there can be as many
 #: moves at least; with fewer moves less.
 _PROMISING, _MOVES = 1.3, 30
@@ -123,12 +124,14 @@ def search(
             cuts.setdefault((candidate.shape.m, candidate.balance, candidate.modes), candidate)
             best.setdefault(len(candidate.balance), candidate)
         for candidate in [*cuts.values()][:_IMPROVED] if improve else ():
-            if candidate.time < fastest * _promising(candidate.shape):
-                each, n = min(work, _EACH), candidate.shape.n
+            m, n = candidate.shape.m, candidate.shape.n
+            if candidate.time < fastest * _promising(m, n):
+                each = min(work, _EACH)
                 candidate, left = improved(problem, candidate, each)
                 work, fastest = work - each + left, min(fastest, candidate.time)
                 best[n] = min(best[n], candidate, key=_rank)
         first, found = min(best.values(), key=_rank), []
+        work += _MORE * (before == math.inf)
         m, n, own = first.shape.m, first.shape.n, first.shape.in_flight
         better, gap = first.time < before, first.time > first.bound * (1 + NOTICED)
         if improve and gap and better:
@@ -186,9 +189,9 @@ def _rounded_down(bound: float) -> float:
     return float(f"{bound * (1 - NOTICED):.9e}")
 
 
-def _promising(shape: ScheduleShape) -> float:
+def _promising(m: int, n: int) -> float:
     """How many times slower than the best a candidate may be to be improved."""
-    moves = _EACH / (2 * shape.m * shape.n)
+    moves = _EACH / (2 * m * n)
     return 1 + (_PROMISING - 1) * min(1.0, moves / _MOVES)
 
 
@@ -211,7 +214,9 @@ def _candidates(
     m, found = finder.count, list[Candidate]()
     sent = (False, True) if finder.chain.skips else (False,)
     for slots, skips in product(dict.fromkeys(choices), sent):
-        balance = finder.cut(n, slots, skips)[1] if fastest > enough * (1 + NOTICED) else ()
+        at_most, balance = fastest * _promising(m, n), Balance()
+        if fastest > enough * (1 + NOTICED) and finder.lowest(n, slots) < at_most:
+            balance = finder.cut(n, slots, skips)[1]
         caps = (slots or (m,) * n, *_slot_choices(n, m)[1:4])
         fitting = (
             _most_slots(finder.problem, balance, m, part, cap)
@@ -219,9 +224,8 @@ def _candidates(
             for part in (0, 0.5, 1)
         )
         for some in dict.fromkeys(filter(None, fitting)):
-            shape = one_f_one_b_shape(m, some)
-            at_most = fastest * _promising(shape)
-            candidate = problem.evaluate(shape, balance, at_most=at_most)
+            at_most = fastest * _promising(m, n)
+            candidate = problem.evaluate(one_f_one_b_shape(m, some), balance, at_most=at_most)
             if candidate is not None and candidate.excess <= 1:
                 found.append(candidate)
                 fastest = min(fastest, candidate.time)
@@ -353,7 +357,7 @@ def refined(
             own = (start.shape.in_flight,) if m == start.shape.m else ()
             for slots in dict.fromkeys((*own, *_slot_choices(n, m)[1:])):
                 at_most, cuts = best.time * _HARDLY, [start.balance]
-                for finder in finders if finders[0].lowest(n) < at_most else ():
+                for finder in finders if finders[0].lowest(n, slots) < at_most else ():
                     value, balance = finder.cut(n, slots)
                     cuts += [balance] * (value < at_most)
                 shape = one_f_one_b_shape(m, slots)
@@ -565,12 +569,13 @@ def _layouts(problem: Problem, m: int) -> Iterator[tuple[tuple[int, ...], Balanc
     work = (run.forward + run.backward).masked_fill(torch.stack(held).amin(0) > limit, math.inf)
     exchange = 2 * (trained[reach] - trained[:-1, None]) / rate
 
-    def cost(_: int, d: int) -> Tensor:
+    @lru_cache
+    def costs(d: int) -> Tensor:
         return torch.maximum(-(-m // d) * work, m * sent / rate) + (d - 1) * exchange
 
     found = dict[Any, None]()
     for most in (1, 2, 4, 8, devices):
-        cut = least_largest(reach, devices, min(devices, most), cost)
+        cut = least_largest(reach, devices, min(devices, most), lambda _, d: costs(d))
         for k in {devices, devices - 1, most} if most <= devices else ():
             _, stages = cut(k)
             layout = tuple(r for *_, r in stages), tuple(at[j] - at[i] for i, j, _ in stages)

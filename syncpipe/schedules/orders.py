@@ -12,7 +12,7 @@ from itertools import chain, groupby, zip_longest
 from typing import Any, Literal
 
 from syncpipe.schedules.greedy import merge_orders
-from syncpipe.schedules.schedule import Action, Devices, Kind, Schedule, devices_of
+from syncpipe.schedules.schedule import HALVES, Action, Devices, Kind, Schedule, devices_of
 
 #: The number of stages, each on its own device; or as ``Schedule.device_of``.
 Placement = int | Sequence[int] | Devices
@@ -35,13 +35,13 @@ def alternating(
     forwards: Sequence[Action], backwards: Sequence[Action], first: int, delay: int = 0
 ) -> list[Action]:
     """``first`` forwards, then backwards, forwards in turn; weight halves are ``delay`` late."""
-    halves = [action for action in backwards if action.kind == "backward_input"]
-    weights = [Action("backward_weight", i, j) for _, i, j in halves]
-    turns = zip_longest(backwards, [*[None] * delay, *weights], forwards[first:])
+    weights = [Action("backward_weight", i, j) for kind, i, j in backwards if kind in HALVES]
+    late = [[*[None] * delay, *weights]] if weights else []
+    turns = zip_longest(backwards, *late, forwards[first:])
     return [*forwards[:first], *filter(None, chain.from_iterable(turns))]
 
 
-@lru_cache(maxsize=256)
+@lru_cache(maxsize=2048)
 def actions(kind: Kind, m: int, j: int) -> tuple[Action, ...]:
     return tuple([Action(kind, i, j) for i in range(m)])
 

@@ -19,6 +19,7 @@ import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import chain
 from operator import add
 from typing import NamedTuple
 
@@ -187,15 +188,17 @@ def play(
     table = time_table(m, device_of, costs, recomputed, more)
     plain = {kind: list(map(tuple, row)) for kind, row in table.items()}  # faster to unpack
     left, free = list(map(iter, rows)), [0.0] * len(rows)
-    waiting = [next(row, None) for row in left]
+    waiting: list[Action | None] = [next(row, None) for row in left]
     links = [[0.0] * len(rows) for _ in rows]
     sweep = [*range(len(rows)), *reversed(range(len(rows)))]  # both directions
     moved = True
     while moved:
         moved = False
         for d in sweep:
-            action, row, now, sent = waiting[d], left[d], free[d], links[d]
-            while action is not None:
+            first, now, sent = waiting[d], free[d], links[d]
+            if first is None:
+                continue
+            for action in chain((first,), left[d]):
                 kind, i, j = action
                 ends, needs, sends, takes, recompute = plain[kind][j]
                 ready = now + recompute[i]
@@ -214,11 +217,13 @@ def play(
                         else:
                             busy = sent[to]
                             arrivals[i] = sent[to] = (now if now > busy else busy) + times[i]
-                    action = next(row, None)
                     continue
+                waiting[d] = action
                 break
-            if action is not waiting[d]:
-                waiting[d], free[d], moved = action, now, True
+            else:
+                waiting[d] = None
+            if waiting[d] is not first:
+                free[d], moved = now, True
     return Played(math.inf if any(waiting) else max(free), table, waiting)
 
 
