@@ -28,13 +28,13 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from contextvars import ContextVar
 from functools import partial
-from itertools import filterfalse
+from itertools import filterfalse, zip_longest
 from operator import attrgetter
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
-from torch.nn.parameter import is_lazy
+from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
 from syncpipe.data.trees import attributes_of, described, map_tensors, objects_in, tensors_in
 from syncpipe.runtime.errors import annotate
@@ -50,6 +50,8 @@ OUTERMOST: ContextVar[Any] = ContextVar("syncpipe_stage_lock", default=None)
 _Place = tuple[nn.Module, str]
 SMALL = 1 << 16  #: bytes; buffers up to this size are copied before each forward
 _VERSION: Callable[[Tensor], int] = attrgetter("_version")
+_LAZY = UninitializedBuffer, UninitializedParameter
+_NUMBERS = "_numbers"  #: the attribute of a converted layer with values that it reads; immutable
 
 
 def is_checkpointing() -> bool:
@@ -116,13 +118,16 @@ class ModuleState:
     ) -> None:
         self._root, self.changes, self.substitute_of = root, changes, substitute_of
         self._modules, self._signature = _walk(root)
-        self._states = [(m, m.training, _numbers(m), dict(m._parameters)) for m in self._modules]
+        self._states = [
+            (m, m.training, m.__dict__.get(_NUMBERS), m._parameters.copy()) for m in self._modules
+        ]
         found = {p: None for *_, own in self._states for p in own.values() if p is not None}
-        self._parameters = [p for p in found if not is_lazy(p)]
+        self._parameters = [p for p in found if not isinstance(p, _LAZY)]
         self.lazy = len(self._parameters) < len(found)
         self._flags = [p.requires_grad for p in self._parameters]
-        tracked = [p for p in self._parameters if not p.is_inference()]
-        self._computing = [substitute_of.get(id(p), p) for p in tracked]
+        self._computing = [
+            substitute_of.get(id(p), p) for p in self._parameters if not p.is_inference()
+        ]
         self.note_versions()
         self._checked: tuple[object, list[Swap]] | None = None
         self.first = True  # whether no cell has run forward yet
@@ -178,8 +183,8 @@ class ModuleState:
             if module.training != training:
                 plain = "training" in module.__dict__  # not in TorchScript modules
                 swaps.append((module.__dict__ if plain else module, "training", training))
-            if _numbers(module) is not numbers:
-                swaps.append((module.__dict__, "_numbers", numbers))
+            if module.__dict__.get(_NUMBERS) is not numbers:
+                swaps.append((module.__dict__, _NUMBERS, numbers))
             for name, parameter in parameters.items():
                 if module._parameters[name] is not parameter:
                     swaps.append((module._parameters, name, parameter))
@@ -201,17 +206,12 @@ def _walk(root: nn.Module) -> tuple[list[nn.Module], list[int]]:
             continue
         seen.add(id(module))
         modules.append(module)
-        signature += (id(module), module.training, id(_numbers(module)))
+        signature += (id(module), module.training, id(module.__dict__.get(_NUMBERS)))
         for parameter in module._parameters.values():
             if parameter is not None:
                 signature += (id(parameter), parameter.requires_grad)
         pending.extend(module._modules.values())
     return modules, signature
-
-
-def _numbers(module: nn.Module) -> Any:
-    """The values that a converted layer reads from modules of its model; immutable."""
-    return module.__dict__.get("_numbers")
 
 
 def _other_modules(then: list[nn.Module], now: list[nn.Module], where: object) -> str:
@@ -237,7 +237,7 @@ def copy_of(buffer: Tensor, made: dict[int, Tensor]) -> Tensor:
     return made[id(buffer)]
 
 
-def _sums(buffer: Tensor) -> Tensor | None:
+def _sums(buffer: Tensor | None) -> Tensor | None:
     """Sums over the memory of a buffer, to see changes; None where no memory can be read."""
     if type(buffer) is not Tensor or not torch._C._has_storage(buffer) or buffer.is_meta:
         return None
@@ -258,8 +258,8 @@ class Recomputation:
     def __init__(self, modules: ModuleState, where: object, *, may_keep: bool = False) -> None:
         self.modules = self._first = modules  # replaced later if it is lazy
         self._where, self._may_keep = where, may_keep
-        #: Large buffers, their versions, and sums over them. Without a copy old values are lost.
-        self._noted: list[tuple[_Place, Tensor | None, int, Tensor | None]] = []
+        #: Large buffers and their versions. Without a copy old values are lost.
+        self._noted: list[tuple[_Place, Tensor | None, int]] = []
         self._copies: dict[_Place, Tensor] = {}
         self._shared: dict[_Place, Tensor] = {}  # copies of large buffers, also of other cells
         self._changed: set[_Place] = set()  # the noted buffers that the forward changed
@@ -271,10 +271,10 @@ class Recomputation:
             for name, buffer in module._buffers.items():
                 place = module, name
                 if buffer is None:
-                    self._noted.append((place, None, 0, None))
+                    self._noted.append((place, None, 0))
                 elif id(buffer) in modules.substitute_of:
                     continue
-                elif is_lazy(buffer):
+                elif isinstance(buffer, _LAZY):
                     self._lazy.append(place)
                 elif is_small(buffer) or (place in changes.copied and not buffer.requires_grad):
                     self._copies[place] = copy_of(buffer, made)
@@ -286,7 +286,7 @@ class Recomputation:
         known = may_keep or place in modules.changes.steady
         if not buffer.requires_grad and (place in modules.expected or not known):
             self._shared[place] = modules.copy_of_version(buffer, version)
-        self._noted.append((place, buffer, version, _sums(buffer) if modules.first else None))
+        self._noted.append((place, buffer, version))
 
     def forward(
         self, run: Callable[[Any], Any], inputs: Any, shapes: bool | None, *, guard: bool = False
@@ -299,6 +299,9 @@ class Recomputation:
         """
         begins = [] if shapes is None else [tensor.grad_fn for tensor in tensors_in(inputs)]
         objects = [(each, _attributes(each)) for each in objects_in(inputs)] if guard else []
+        sums: list[Tensor | None] = []  # of large buffers
+        if self._noted and self.modules.first:
+            sums = [_sums(buffer) for _, buffer, _ in self._noted]
         token = _CHECKPOINTING.set(True)
         try:
             outputs = run(inputs)
@@ -310,18 +313,18 @@ class Recomputation:
             self.stored = _stored_by(outputs, begins, shapes=shapes)
         made: dict[int, Tensor] = {}
         if self._noted:
-            self._note_changes()
+            self._note_changes(sums)
         for module, name in self._lazy:  # the forward gave it its first value
             if (buffer := module._buffers[name]) is not None:
                 self._copies[module, name] = copy_of(buffer, made)
         return outputs
 
-    def _note_changes(self) -> None:
+    def _note_changes(self, sums: list[Tensor | None]) -> None:
         changes, untraced = self._first.changes, set[_Place]()
-        for place, buffer, version, sums in self._noted:
+        for (place, buffer, version), then in zip_longest(self._noted, sums):
             if version_of(buffer) != version:
                 self._changed.add(place)
-            elif buffer is None or sums is None or torch.equal(sums, cast("Tensor", _sums(buffer))):
+            elif then is None or torch.equal(then, cast("Tensor", _sums(buffer))):
                 changes.steady.add(place)
                 continue
             else:
@@ -351,7 +354,7 @@ class Recomputation:
         try:
             if list(map(_VERSION, self._tracked)) != self._versions:
                 raise self._input_modified()
-            swaps = self._swaps(epoch, keep)
+            swaps = self.swaps(epoch, keep)
             if self.mutates_inputs:
                 inputs = map_tensors(clones, inputs)
             outputs = with_swaps(swaps, partial(self.cell, inputs)) if swaps else self.cell(inputs)
@@ -380,13 +383,13 @@ class Recomputation:
             "backward, do that after backward, or use checkpoint='never'"
         )
 
-    def _swaps(self, epoch: object, keep: bool) -> list[Swap]:
+    def swaps(self, epoch: object, keep: bool) -> list[Swap]:
         """The swaps that restore the stage to its state before the forward."""
         made: dict[int, Tensor] = {}
         changes = self.modules.changes
         swaps = list(self.modules.swaps(self._where, epoch))
         changes.needs_lock |= bool(swaps)
-        for (module, name), buffer, version, _ in self._noted:
+        for (module, name), buffer, version in self._noted:
             if (module, name) in self._shared:
                 continue
             if version_of(buffer) != version:

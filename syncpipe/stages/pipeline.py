@@ -10,6 +10,7 @@ from torch import nn
 
 from syncpipe.runtime.engine import Engine
 from syncpipe.runtime.random_numbers import modules_that_draw
+from syncpipe.runtime.recomputation import Changes
 from syncpipe.runtime.worker import Worker
 from syncpipe.schedules.schedule import Devices
 from syncpipe.schedules.steps import Edge, replica_indices
@@ -39,6 +40,7 @@ class Pipeline:
         placement: for each stage the index of its worker, or those of its replicas' workers.
         has_joined: whether outputs of several micro-batches were ever gathered.
         streaming: whether ``train_stream`` runs, so that stages have weights of different updates.
+        changes: the changes of all modules, as far as ``create_graph`` must know.
         results_index: the index of the stage on whose device the caller gets the outputs.
     """
 
@@ -82,6 +84,8 @@ class Pipeline:
         self.engine = Engine(self.workers)
         self.has_joined = self.streaming = False
         self.training_lock, self.modes_lock = locks.training, locks.modes
+        self.partitions = nn.ModuleList(partitions)
+        self.changes = Changes(self.partitions)
         self.shared = SharedTensors(self.stages[:n], [owner for owner, *_ in workers])
         edge_ends: list[tuple[int, int, int | None]] = [(j, j + 1, None) for j in range(n - 1)]
         for j in range(n):

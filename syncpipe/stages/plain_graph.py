@@ -17,7 +17,6 @@ from torch.autograd import forward_ad
 from syncpipe.data.trees import map_tensors, tensors_in
 from syncpipe.options import StageMode
 from syncpipe.runtime.engine import RUNNING
-from syncpipe.runtime.interrupts import Swap, with_swaps
 from syncpipe.runtime.random_numbers import let_modules_hold, without_generators
 from syncpipe.runtime.recomputation import is_checkpointing, is_recomputing
 from syncpipe.runtime.streams import same_memory
@@ -51,16 +50,11 @@ def plain(
     checkpoint: Sequence[StageMode],
     *,
     seed: int | None = None,
-    swaps: Sequence[Swap] = (),
 ) -> list[Any]:
     """Runs the stages one after another on the calling thread.
 
-    Args:
-        pipeline: the pipeline.
-        micro_batches: trees on the first device; the results are on the last one.
-        checkpoint: for each stage its mode.
-        seed: the seed of the random numbers; None: drawn from the caller's generator.
-        swaps: values to put into modules during the run.
+    Takes trees on the first device and a mode for each stage; returns trees on the last device.
+    Without a ``seed`` of the random numbers, the caller's generator draws it.
     """
     call = StageRuns(pipeline, len(micro_batches), checkpoint=checkpoint, inline=True, seed=seed)
     runs = call.runs[: pipeline.n]
@@ -112,4 +106,4 @@ def plain(
 
     run_held = partial(let_modules_hold, pipeline.drawing_modules, run_all)
     # For a call in another call's layer or loss: locks of stages come before those of generators.
-    return without_generators(partial(with_swaps, swaps, run_held) if swaps else run_held)
+    return without_generators(run_held)

@@ -22,13 +22,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
-from torch.nn.parameter import is_lazy
 
 from syncpipe.data.batches import gather, scatter_sized
 from syncpipe.data.trees import described, map_tensors, tensors_in
+from syncpipe.runtime.errors import annotate
 from syncpipe.runtime.graph import captured_grads, go_back
-from syncpipe.runtime.interrupts import Swap, run_and_undo
-from syncpipe.runtime.recomputation import copy_of, is_small, version_of
+from syncpipe.runtime.interrupts import run_and_undo, with_swaps
+from syncpipe.runtime.recomputation import ModuleState, Recomputation
 from syncpipe.runtime.streams import moved
 from syncpipe.schedules.named import build
 from syncpipe.schedules.schedule import Devices
@@ -117,19 +117,14 @@ class Captured(Leaves):
         self._other_leaves: list[dict[int, Tensor]] = [{} for _ in stages]  # of no module
         self._captured: list[list[Tensor]] = [[] for _ in stages]
         self._receivers: list[tuple[Tensor, list[tuple[int, Tensor]]]] = []
-        self._swaps: list[tuple[Any, str, Any]] = []
-        #: The buffers before the first forward, their versions, and copies of small ones.
-        self._buffers: list[tuple[nn.Module, str, Tensor, int, Tensor | None]] = []
-        made: dict[int, Tensor] = {}
-        for stage in stages[: call.pipeline.n]:
-            for module in modules_of(stage.partition):
-                for name, buffer in module._buffers.items() if module._buffers else ():
-                    if buffer is not None and not is_lazy(buffer):
-                        copied = copy_of(buffer, made) if is_small(buffer) else None
-                        self._buffers.append((module, name, buffer, version_of(buffer), copied))
+        #: The buffers before the first forward, and all else after the last, for ``create_graph``.
+        self._before = Recomputation(self._module_state(), "the layers", may_keep=True)
         self.awaiting_grad = [() for _ in stages]  # no `.grad` is touched
         self._sums: list[dict[int, Tensor]] = []
         self._own_sums: list[set[int]] = []  # id(leaf), if its sum shares memory with no tensor
+
+    def _module_state(self) -> ModuleState:
+        return ModuleState(self._call.pipeline.partitions, self._call.pipeline.changes, {})
 
     def around_forward(self, r: int, inner: Any) -> Any:
         def outer(i: int, cell: Cell, inputs: Any) -> Any:
@@ -171,8 +166,6 @@ class Captured(Leaves):
             else:
                 foreign = call.owned_elsewhere[r]
                 own |= {id(t): t for t in _tensors_of(stage.partition) if id(t) not in foreign}
-                for module in modules_of(stage.partition):
-                    self._swaps += [(module._parameters, *p) for p in module._parameters.items()]
             for tensor in own.values():
                 if tensor.requires_grad:
                     found = id(tensor) in self._other_leaves[r]
@@ -195,6 +188,7 @@ class Captured(Leaves):
         self, task: TrainingTask, head: _Outputs, inputs: list[Tensor], outputs: list[Any]
     ) -> list[Any]:
         self._find_receivers()
+        self._before.modules = self._module_state()  # forwards may make or renormalise parameters
         self._head = head
         self._task = task.backward_task(None, None, keep=False)  # without a reference to self
         self.inputs, self.trained = inputs, [tensor for tensor, _ in self._receivers]
@@ -247,27 +241,28 @@ class Captured(Leaves):
             return [*returned, *leaves.sums()]
 
     def differentiable(self, grads: Sequence[Tensor | None], inputs: Sequence[Any]) -> list[Any]:
-        """:meth:`backward` for ``create_graph``: runs the layers again, with their old buffers."""
-        call, swaps, made = self._call, list[Swap](self._swaps), dict[int, Tensor]()
-        for module, name, buffer, version, copied in self._buffers:
-            if copied is None and version_of(buffer) != version:
-                raise RuntimeError(
-                    f"the buffer {name!r} ({described(buffer)}) of a {type(module).__name__} was "
-                    "modified in place in the forward, or since, and a backward with create_graph "
-                    "runs the layers once more from its old value: call the pipe, and backward, "
-                    "under syncpipe.inline(graph=True)"
-                )
-            if not buffer.requires_grad:
-                buffer = copy_of(buffer if copied is None else copied, made)
-            swaps.append((module._buffers, name, buffer))
-        with torch.enable_grad():
+        """:meth:`backward` for ``create_graph``: runs the layers again, as they were before."""
+        call = self._call
+        try:
+            swaps = self._before.swaps(object(), True)
+        except RuntimeError as error:
+            annotate(
+                error,
+                "a backward with create_graph runs the layers once more, except under "
+                "syncpipe.inline(graph=True) around the call and backward",
+            )
+            raise
+
+        def run() -> Sequence[Tensor]:
             modes: Any = ("never",) * call.pipeline.n
-            outputs = plain(call.pipeline, self._micro_batches, modes, seed=call.seed, swaps=swaps)
+            outputs = plain(call.pipeline, self._micro_batches, modes, seed=call.seed)
             tensors = compress(tensors_in(outputs), chain.from_iterable(self._head.flags))
             pairs = [(t, g) for t, g in zip(tensors, grads, strict=True) if g is not None]
             roots, given = [tensor for tensor, _ in pairs], [grad for _, grad in pairs]
-            found = torch.autograd.grad(roots, inputs, given, create_graph=True, allow_unused=True)
-        return list(found)
+            return torch.autograd.grad(roots, inputs, given, create_graph=True, allow_unused=True)
+
+        with torch.enable_grad():
+            return list(with_swaps(swaps, run))
 
     def go_back(self, r: int, roots: Sequence[Any], grads: Sequence[Tensor], cell: Cell) -> None:
         own, streams = self._captured[r], self._call.streams_of[r]

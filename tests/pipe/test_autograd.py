@@ -16,6 +16,7 @@ from tests.support.models import in_turn
 from tests.support.running import (
     MODES,
     Do,
+    Using,
     assert_same,
     beside,
     in_threads,
@@ -324,6 +325,10 @@ def past_its_version(layer, mean):
     layer.center.data.mul_(0.5).add_(mean)
 
 
+def times_rows(x, rows):
+    return x * rows(torch.arange(6)).sum(0)
+
+
 def by_another(layer, mean):
     layer.center = layer.center * 0.5 + mean
 
@@ -333,6 +338,7 @@ def by_another(layer, mean):
     [
         lambda: spectral_norm(nn.Linear(6, 6)),
         lambda: nn.Sequential(nn.BatchNorm1d(6), nn.Tanh()),
+        lambda: Using(times_rows, nn.Embedding(6, 6, max_norm=0.5)),
         *[partial(Centered, move) for move in (in_place, past_its_version, by_another)],
         *[partial(Centered, move, 1 << 16) for move in (in_place, by_another)],
     ],
@@ -350,4 +356,19 @@ def test_a_gradient_penalty_is_of_buffers_as_they_were_before_the_forward(mode, 
             (grad,) = torch.autograd.grad(y.sum(), given, create_graph=True)
             (grad.square().sum() + y.sum()).backward()
             found.append([given.grad, *grads(module), *[b.clone() for b in module.buffers()]])
+    assert_same(found, found[:1] * len(found), rounded=True)
+
+
+@pytest.mark.parametrize("change", [nn.Module.eval, lambda m: m.requires_grad_(False)])
+def test_a_gradient_penalty_is_of_modules_as_they_were_in_the_forward(mode, change, x):
+    layers = nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(6), nn.Linear(6, 6))
+    pipe, plain, layers = beside(mode, layers, [1, 2])
+    found = []
+    for run, module in ((plain, layers), (pipe, pipe)):
+        given = x.clone().requires_grad_()
+        y = run(given).square().sum()
+        change(module)
+        (grad,) = torch.autograd.grad(y, given, create_graph=True)
+        grad.square().sum().backward()
+        found.append([given.grad])
     assert_same(found, found[:1] * len(found), rounded=True)
