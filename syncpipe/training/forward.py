@@ -255,14 +255,18 @@ class Captured(Leaves):
 
         def run() -> Sequence[Tensor]:
             modes: Any = ("never",) * call.pipeline.n
-            outputs = plain(call.pipeline, self._micro_batches, modes, seed=call.seed)
+            try:
+                with call.state.applied():
+                    outputs = plain(call.pipeline, self._micro_batches, modes, seed=call.seed)
+            finally:
+                if call.state.autocasts:  # the caller may have left the autocast
+                    torch.clear_autocast_cache()
             tensors = compress(tensors_in(outputs), chain.from_iterable(self._head.flags))
             pairs = [(t, g) for t, g in zip(tensors, grads, strict=True) if g is not None]
             roots, given = [tensor for tensor, _ in pairs], [grad for _, grad in pairs]
             return torch.autograd.grad(roots, inputs, given, create_graph=True, allow_unused=True)
 
-        with torch.enable_grad():
-            return list(with_swaps(swaps, run))
+        return list(with_swaps(swaps, run))
 
     def go_back(self, r: int, roots: Sequence[Any], grads: Sequence[Tensor], cell: Cell) -> None:
         own, streams = self._captured[r], self._call.streams_of[r]

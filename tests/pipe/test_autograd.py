@@ -359,16 +359,19 @@ def test_a_gradient_penalty_is_of_buffers_as_they_were_before_the_forward(mode, 
     assert_same(found, found[:1] * len(found), rounded=True)
 
 
-@pytest.mark.parametrize("change", [nn.Module.eval, lambda m: m.requires_grad_(False)])
-def test_a_gradient_penalty_is_of_modules_as_they_were_in_the_forward(mode, change, x):
+@pytest.mark.parametrize(
+    ("cast", "change"),
+    [(False, nn.Module.eval), (False, lambda m: m.requires_grad_(False)), (True, lambda m: None)],
+    ids=["eval", "frozen", "autocast"],
+)
+def test_a_gradient_penalty_is_of_what_the_forward_computed(mode, cast, change, x):
     layers = nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(6), nn.Linear(6, 6))
     pipe, plain, layers = beside(mode, layers, [1, 2])
     found = []
     for run, module in ((plain, layers), (pipe, pipe)):
         given = x.clone().requires_grad_()
-        y = run(given).square().sum()
+        with torch.autocast("cpu", torch.bfloat16, enabled=cast):
+            y = run(given).square().sum()
         change(module)
-        (grad,) = torch.autograd.grad(y, given, create_graph=True)
-        grad.square().sum().backward()
-        found.append([given.grad])
+        found.append(torch.autograd.grad(y, given, create_graph=True))
     assert_same(found, found[:1] * len(found), rounded=True)
