@@ -49,7 +49,7 @@ class StageRuns:
 
     Attributes:
         modes: for each stage its checkpoint mode.
-        rematerialized: for each the number of micro-batches, from the first on, to recompute.
+        recomputed: for each the number of micro-batches, from the first on, to recompute.
         runs: for each its :class:`StageRun`.
         seed: the seed of the random numbers; None: drawn from the caller's generator.
     """
@@ -78,7 +78,7 @@ class StageRuns:
         self.modes = [checkpoint[s.j] if recorded else "never" for s in pipeline.stages]
         counts = [recomputed_micro_batches(mode, m) for mode in self.modes]
         pairs = zip(counts, pipeline.stages, strict=True)
-        self.rematerialized = tuple([n if n and not s.renorms else 0 for n, s in pairs])
+        self.recomputed = tuple([n if n and not s.renorms else 0 for n, s in pairs])
         self.seed = draw_seed() if seed is None else seed
         self.runs = [
             StageRun(stage, m, self.seed, mode, grad=state.grad)

@@ -37,7 +37,7 @@ SHARED, BORROWED, TARGET = 1, 2, 4
 def in_place(task: Any, r: int, inner: Any) -> Any:
     """Passes ownership flags from the inputs of a cell to the outputs that it sends."""
     call, run, first, last = task.call, task.call.runs[r], task.first[r], task.last[r]
-    recomputed = call.rematerialized[r]
+    recomputed = call.recomputed[r]
     if last and not first:
         return inner
 

@@ -79,7 +79,7 @@ def plain(
             (value, tuple([skip for skip, _ in popped])),
         )
         owners = [*owners, *[flag for _, own in popped for flag in own]]
-        recomputed = i < call.rematerialized[j]
+        recomputed = i < call.recomputed[j]
         with pipeline.workers[pipeline.worker_of[j]].caller_lane().active():
             forward = run.recomputation.checkpointed if recomputed else run.forward
             outputs = forward(i, inputs, owners)

@@ -225,7 +225,7 @@ class Captured(Leaves):
         head.grads = [list(islice(following, sum(flags))) for flags in head.flags]
         head.grads_ready = call.ready([grad for grad in grads if grad is not None])
         del grads
-        pipeline, recomputed = call.pipeline, call.rematerialized[: call.pipeline.n]
+        pipeline, recomputed = call.pipeline, call.recomputed[: call.pipeline.n]
         steps = _backward_steps(
             pipeline.edges, call.m, pipeline.placement, recomputed, call.returns
         )
@@ -381,8 +381,8 @@ class _Node(torch.autograd.Function):
 
 @lru_cache(maxsize=128)
 def _backward_steps(
-    edges: tuple[Edge, ...], m: int, placement: Devices, rematerialized: Any, returns: Any
+    edges: tuple[Edge, ...], m: int, placement: Devices, recomputed: Any, returns: Any
 ) -> Steps:
     """The backward half of the "gpipe" program."""
-    steps = training_steps(edges, build("gpipe", m, placement), rematerialized, returns=returns)
+    steps = training_steps(edges, build("gpipe", m, placement), recomputed, returns=returns)
     return Steps(tuple([tuple([s for s in row if s.key[0] != "forward"]) for row in steps.rows]))

@@ -14,7 +14,7 @@ _requires_grad = attrgetter("requires_grad")
 
 def recomputed(task: Any, r: int, inner: Any) -> Any:
     """Runs the first micro-batches of a stage without storing."""
-    call, count = task.call, task.call.rematerialized[r]
+    call, count = task.call, task.call.recomputed[r]
     if not count:
         return inner
     forward = call.runs[r].recomputation.forward

@@ -125,7 +125,7 @@ def stream(
             leaves = _StreamLeaves(call, weights)
             head = LossHead(call, source, leaves, keep_outputs=False)
             program: Any = StreamSteps(
-                pipeline.edges, pipeline.indices, pipeline.worker_of, call.rematerialized,
+                pipeline.edges, pipeline.indices, pipeline.worker_of, call.recomputed,
                 source.extent, chunks,
             )  # fmt: skip
             try:

@@ -64,7 +64,7 @@ def train(
             if averaging is not None:
                 call.parts.append(averaging.begin(built, leaves, objective))
             task = TrainingTask(call, source, head, leaves, splits=built.splits)
-            recomputed = call.rematerialized[: pipeline.n]
+            recomputed = call.recomputed[: pipeline.n]
             steps = training_steps(pipeline.edges, built, recomputed, returns=call.returns)
             # Post-accumulate hooks (an optimizer step, for example) run once, at the end of a call
             # that added to the gradient.

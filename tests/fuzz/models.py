@@ -365,7 +365,7 @@ def _slope(*layers: nn.Module) -> nn.Module:
 
 
 def _checkpointed(reentrant: bool, *layers: nn.Module) -> nn.Module:
-    """Re-materializes a part of itself."""
+    """Recomputes a part of itself."""
     return _using(
         lambda x, inner: checkpoint(inner, x, use_reentrant=reentrant),
         nn.Sequential(_linear(), nn.Tanh(), *layers),

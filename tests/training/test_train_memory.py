@@ -94,7 +94,7 @@ def train(pipe: Pipe, run: dict[str, Any]) -> int:
 @pytest.mark.parametrize("checkpoint", ["never", "always"])
 @pytest.mark.parametrize("run", ANY_RUNS)
 def test_each_stage_keeps_what_the_schedule_says(run, checkpoint, skip, context):
-    """Activations, of re-materialized cells the inputs, and gradients until they went on."""
+    """Activations, of recomputed cells the inputs, and gradients until they went on."""
     options, devices = ANY_RUNS[run]
     pipe = watched_pipe(devices, skip=skip, checkpoint=checkpoint)
     with context():

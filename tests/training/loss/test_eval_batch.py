@@ -27,7 +27,7 @@ def test_eval_batch_in_several_threads_leaves_the_flags_and_is_right():
     assert all(modes_of(pipe))
 
 
-def test_eval_batch_never_re_materializes_and_stores_nothing():
+def test_eval_batch_never_recomputes_and_stores_nothing():
     references: list[Any] = []
     counts = []
 

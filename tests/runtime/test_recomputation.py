@@ -35,7 +35,7 @@ from tests.support.watched import Memory, Watched, alive, gone
 
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("end", ["backward", "backwards", "dropped"])
-def test_activations_of_rematerialized_cells_are_dropped_until_backward(end, mode):
+def test_activations_of_recomputed_cells_are_dropped_until_backward(end, mode):
     pipe = pipe_of(nn.Sequential(Watched(), Watched()), checkpoint=mode)
     x = torch.randn(8, 3, requires_grad=True)
     references, kept = [Memory(x)], {"never": 4, "except_last": 1, "always": 0}[mode]
