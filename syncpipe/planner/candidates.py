@@ -58,18 +58,17 @@ class ScheduleShape:
         return [(self.m - (self.name == "gpipe")) * (mode == "recompute") for mode in modes]
 
     def levels(self, d: int, stages: Mapping[int, StageMemory]) -> Iterator[float]:
-        """Bytes of these stages on device ``d``: before the step, during each action, and during
-        the optimizer's step. One stage runs at a time.
+        """Bytes of these stages on device ``d`` during each action, of which one runs at a time,
+        and during the optimizer's step.
         """
-        held = sum(x.fixed for x in stages.values()) + max(x.transient for x in stages.values())
-        yield held
+        held = sum(x.fixed for x in stages.values())
         for kind, _, j in self.schedule.actions[d]:
             if x := stages.get(j):
                 if kind == "forward":
                     held += x.each
                 elif KINDS[kind].sends:
                     held += x.once
-                yield held + x.weight * (kind == "backward_weight")
+                yield held + x.transient + x.weight * (kind == "backward_weight")
                 if KINDS[kind].sends == "gradient":
                     held -= x.each + x.once
                     held += x.halves * (kind in HALVES)
@@ -207,15 +206,24 @@ class Problem:
         chain, q = self.chain(shape.m), shape.in_flight[s]
         q0 = shape.in_flight[0] if shape.slots else q + shape.waiting("forward", 0, s)
         (i, j), speed = ends[s], self.machine.speed[shape.device_of[s]]
-        run, returned = chain.run(i, j), 0.0
-        if run.returned:
-            sent = [(stash, pop, size) for stash, pop, size in chain.skips]
-            sent += [(a, b, size) for a, others, _, size in chain.ties for b in others]
-            stages = [t for t, (a, b) in enumerate(ends) for _ in range(b - a)]
-            for stash, pop, size in sent:
-                if i <= stash < j <= pop:
-                    returned += size * shape.waiting("backward", stages[pop], s)
-        found = chain.needs(run, q, q0, mode, self.machine.host * run.forward / speed, returned)
+        run, returned, summed = chain.run(i, j), 0.0, 0.0
+        crossing = bool(chain.skips or chain.ties)
+        stages = [t for t, (a, b) in enumerate(ends) for _ in range((b - a) * crossing)]
+        sent = [*chain.skips, *((a, b, size) for a, others, _, size in chain.ties for b in others)]
+        for stash, pop, size in sent:
+            if i <= stash < j <= pop:
+                returned += size * shape.waiting("backward", stages[pop], s)
+        for owner, others, size, trained in chain.ties:
+            if i <= owner < j <= others[-1]:
+                summed += trained  # the sum of its own gradient and that of a copy
+            copied = owner < i and any(i <= k < j for k in others)
+            if copied and shape.device_of[stages[owner]] == shape.device_of[s]:
+                returned -= size + trained  # there is no copy, and its gradient stays
+        early = shape.waiting("forward", s - 1, s) if s and not shape.slots else None
+        taken = self.machine.host * run.forward / speed
+        found = chain.needs(run, q, q0, mode, taken, returned, early)
+        if s and mode == "store" and shape.device_of[s - 1] == shape.device_of[s]:
+            found = found._replace(each=found.each - chain.shared[i])  # the stage before has it
         if isinstance(mode, tuple):
             kept, peak = chain.by_layer(i, j, mode)
             found = found._replace(each=kept, once=peak - kept - run.transient)
@@ -223,7 +231,7 @@ class Problem:
             halves, transient = chain.sums["halves"], chain.split_transient(i, j)
             weight = max(chain.apart[i:j]) - transient
             found = found._replace(halves=halves[j] - halves[i], transient=transient, weight=weight)
-        return found
+        return found._replace(transient=found.transient + summed, weight=found.weight - summed)
 
     def _on_replica(
         self, d: int, shape: ScheduleShape, j: int, ends: tuple[int, int], held: StageMemory

@@ -257,18 +257,24 @@ class Chain:
         if split:  # no products
             bare = x["inputs"][layer] + x["inputs"][layer + 1] + doubles(self.stored)[layer]
             peaks = torch.maximum(peaks - doubles(self.products)[layer], bare.minimum(peaks))
+        # The gradient that a stage receives is there until its backward ends.
+        received = doubles([*self.inputs[: len(self)], 0.0])[end]
         full = peaks + to[layer] - to[begin]
         full += (shared[begin] - shared[layer]) * (layer > begin)
         if split:  # what weight halves of the layers behind need, of which a layer may store a part
             halves, behind = x["halves"], layer[1:]
             full += halves[end] - halves[layer + 1]
             full[:, :-1] -= shared[behind].minimum(halves[behind + 1] - halves[behind])
+            received *= halves[end] == halves[end - 1]  # else they need it, too
         if first:
             full -= trained[layer + 1] - trained[begin]
-        most = full.masked_fill(layer < begin, -torch.inf).cummax(1)[0]
+        most, last = full.masked_fill(layer < begin, -torch.inf).cummax(1)[0], end - 1 - low
+        others = most.gather(1, (last - 1).clamp(min=0)) + received
+        peak = full.gather(1, last)
+        peak = torch.where(end - 1 > begin, peak.maximum(others), peak)
         stored = to[end] - to[begin] + shared[begin]
         least = -stored if first else torch.zeros_like(stored)
-        return torch.maximum(most.gather(1, end - 1 - low) - stored, least)
+        return torch.maximum(peak - stored, least)
 
     def _run(self, x: Mapping[str, Any], i: Any, j: Any, first: bool, transient: Any) -> LayerRange:
         f, b, fixed, stored, update = (
@@ -320,12 +326,14 @@ class Chain:
         return self._runs[i, j]
 
     def needs(
-        self, run: LayerRange, q: Any, q0: Any, mode: Mode, taken: Any = 0.0, returned: Any = None
-    ) -> StageMemory:
+        self, run: LayerRange, q: Any, q0: Any, mode: Mode, taken: Any = 0.0,
+        returned: Any = None, early: Any = None,
+    ) -> StageMemory:  # fmt: skip
         """The memory of a stage, or of many, with ``q`` micro-batches in flight on it and ``q0`` on
         stage 0. ``taken``: bytes that the link to the host takes during one forward. ``returned``:
         bytes of gradients that wait; by default those from the last stage, which has one
-        micro-batch in flight.
+        micro-batch in flight. ``early``: inputs that wait; by default all that stage 0 is ahead, at
+        most two.
         """
         stored, inputs, known = run.stored, run.inputs, bool(self.peaks)
         # A stage that stores holds skips of micro-batches that it has not begun, others hold all.
@@ -344,7 +352,8 @@ class Chain:
         if known and run.first:
             arrived = _positive(self.batch - q * inputs)
         elif known:
-            arrived = (_positive(q0 - q) - _positive(q0 - q - _AHEAD)) * inputs
+            ahead = q0 - q if early is None else early
+            arrived = (_positive(ahead) - _positive(ahead - _AHEAD)) * inputs
         returned = q // 2 * run.returned if returned is None else returned
         fixed = run.fixed + arrived + waiting * run.popped + returned
         return StageMemory(fixed, arrived, transient, each, once, stored, run.update)

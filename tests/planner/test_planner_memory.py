@@ -95,11 +95,11 @@ def peaks(
     layers: nn.Sequential, x: Tensor, cut: list[int], gradients: bool = False, **options: Any
 ) -> list[int]:
     """The most that each device holds in the second step, with parameters and mini-batch."""
-    places = [acc.device(j) for j in range(len(cut))]
-    target = torch.zeros_like(layers(x).detach()).to(places[-1])
+    stages = [acc.device(d) for d in options.pop("device_of", range(len(cut)))]
+    target, places = torch.zeros_like(layers(x).detach()).to(stages[-1]), [*dict.fromkeys(stages)]
     gc.collect()
     before = [acc.allocated(place) for place in places]
-    pipe = Pipe(layers, cut, devices=places, chunks=CHUNKS, checkpoint=options.pop("checkpoint"))
+    pipe = Pipe(layers, cut, devices=stages, chunks=CHUNKS, checkpoint=options.pop("checkpoint"))
     x = x.to(places[0])
     with syncpipe.inline():
         pipe.train_batch(x, target, loss_fn=F.mse_loss, **options)  # learns about the layers
@@ -144,6 +144,27 @@ def test_the_planned_peak_is_near_what_devices_count(model, schedule, checkpoint
     assert candidate is not None
     counted = peaks(layers, x, cut, schedule=schedule, checkpoint=checkpoint)
     assert max(candidate.on_device) == pytest.approx(max(counted), rel=0.1)
+    assert candidate.on_device[0] == pytest.approx(counted[0], rel=0.1)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    ("schedule", "device_of"), [("zbv", (0, 1, 2, 2, 1, 0)), ("v_half", (0, 1, 2, 2, 1, 0)),
+                                ("interleaved_zero_bubble", (0, 1, 2, 0, 1, 2))],
+)  # fmt: skip
+@pytest.mark.parametrize("model", [mlp, conv_net, tied])
+@pytest.mark.usefixtures("four_devices")
+def test_a_device_with_two_stages_holds_what_is_planned(model, schedule, device_of):
+    layers, x = model()
+    cut = [len(layers) // 6] * 6
+    found = profile(layers, x, sizes=[SAMPLES], timeout=0.0, device=acc.device())
+    shape = ScheduleShape(build(schedule, CHUNKS, device_of))
+    problem = Problem(found, Machine.even(3), len(x), 2.0)
+    candidate = problem.evaluate(shape, cut, ["store"] * 6)
+    assert candidate is not None
+    options: Any = {"schedule": schedule, "checkpoint": "never", "device_of": device_of}
+    counted = peaks(layers, x, cut, **options)
+    assert max(candidate.on_device) == pytest.approx(max(counted), rel=0.15)
 
 
 @pytest.mark.gpu
