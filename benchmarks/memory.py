@@ -21,7 +21,7 @@ from benchmarks.counted import HostBytes
 from benchmarks.models import Attention, FeedForward, gpt2_layers
 from benchmarks.peers import next_token, sentences
 from syncpipe import LayerSpec, Pipe, Selective
-from syncpipe.runtime import offload
+from syncpipe.stages import offload
 
 MB = 1e6
 CHUNKS = 4

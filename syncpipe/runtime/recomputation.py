@@ -119,7 +119,7 @@ class ModuleState:
         self._root, self.changes, self.substitute_of = root, changes, substitute_of
         self._modules, self._signature = _walk(root)
         self._states = [
-            (m, m.training, m.__dict__.get(_NUMBERS), m._parameters.copy()) for m in self._modules
+            (m, m.training, m.__dict__.get(_NUMBERS), dict(m._parameters)) for m in self._modules
         ]
         found = {p: None for *_, own in self._states for p in own.values() if p is not None}
         self._parameters = [p for p in found if not isinstance(p, _LAZY)]
