@@ -11,6 +11,7 @@ from syncpipe.compare import compare
 from syncpipe.verification.plain import by_name
 
 A = torch.tensor([1.0, -2.0, 0.5])
+SMALL = torch.float8_e4m3fn  # for which PyTorch has few operations
 
 
 @pytest.mark.parametrize(
@@ -29,6 +30,9 @@ A = torch.tensor([1.0, -2.0, 0.5])
         (torch.tensor([1, 2]), torch.tensor([1, 3]), "different"),
         (None, None, "equal"),
         (3, 4, "different"),
+        (math.nan, float("nan"), "equal"),
+        (A.to(SMALL), A.to(SMALL), "equal"),
+        (A.to(SMALL), (2 * A).to(SMALL), "different"),
         ("a", "a", "equal"),
     ],
 )
