@@ -107,7 +107,10 @@ def save(module: nn.Module, path: str | os.PathLike[str], *, shard_size: float =
             raise TypeError(f"{name} is a {type(tensor).__name__}: safetensors hold tensors only")
         if tensor.is_meta:
             raise ValueError(f"{name} is on meta, and has no values to save")
-        place = tensor.device, tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype
+        place = (
+            tensor.device, tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype,
+            tensor.is_conj(), tensor.is_neg(),
+        )  # fmt: skip
         if tensor.numel() and place in seen:
             continue
         seen.add(place)
@@ -118,17 +121,23 @@ def save(module: nn.Module, path: str | os.PathLike[str], *, shard_size: float =
         held, total = held + tensor.nbytes, total + tensor.nbytes
     folder = Path(path)
     folder.mkdir(parents=True, exist_ok=True)
-    files, one = {}, len(shards) == 1
+    files: dict[str, str] = {}
+    written, one = list[Path](), len(shards) == 1
     for k, shard in enumerate(shards, 1):
         file = _ONE if one else f"model-{k:05}-of-{len(shards):05}.safetensors"
         here = {n: t.detach().to("cpu", memory_format=torch.contiguous_format, copy=True)
                 for n, t in shard.items()}  # fmt: skip
-        save_file(here, folder / file, metadata={"format": "pt"})
+        written.append(folder / f"{file}.part")
+        save_file(here, written[-1], metadata={"format": "pt"})
         files.update(dict.fromkeys(shard, file))
+    # An earlier checkpoint stays whole until here, and never becomes a mixture of two.
+    for name in _ONE, _INDEX:
+        (folder / name).unlink(missing_ok=True)
+    for part in written:
+        part.replace(part.with_suffix(""))
     if not one:
         index = {"metadata": {"total_size": total}, "weight_map": files}
         (folder / _INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
-    (folder / (_INDEX if one else _ONE)).unlink(missing_ok=True)  # of an earlier checkpoint
 
 
 def _safetensors() -> Any:
@@ -201,17 +210,23 @@ class _Reader:
             for name, tensor in _own_tensors(module).items():
                 if found := [source for source in places[id(tensor)] if source in self._files]:
                     own[name] = found
-                elif name not in module._non_persistent_buffers_set:
+                elif not itself and name not in module._non_persistent_buffers_set:
                     missing.append(places[id(tensor)][0])
-                    if strict and not itself:
+                    if strict:
                         self._to_be_set.add((id(module), name))
-            mark = names(f"{prefix}.x".lstrip("."))[:-1]
-            children = tuple(f"{mark}{name}." for name, _ in module.named_children())
-            for source in self._files if itself else ():
-                if source.startswith(mark) and not source.startswith(children or "\0"):
-                    own.setdefault(source.removeprefix(mark), [source])
+            if itself:  # it may take other names than those of its tensors
+                mark = names(f"{prefix}.x".lstrip("."))[:-1]
+                children = tuple(f"{mark}{name}." for name, _ in module.named_children())
+                for source in self._files:
+                    if source.startswith(mark) and not source.startswith(children or "\0"):
+                        own.setdefault(source.removeprefix(mark), [source])
+                        known.add(source)
+            elif type(module).set_extra_state is not nn.Module.set_extra_state:
+                source = names(f"{prefix}._extra_state".lstrip("."))
+                if source in self._files:  # not if it is no tensor
+                    own["_extra_state"] = [source]
                     known.add(source)
-        if init_fn is not None or any(map(_has_own_loading, layers.modules())):
+        if init_fn is not None:
             missing = []
         unknown = [name for name in self._files if name not in known]
         if strict and (missing or unknown):

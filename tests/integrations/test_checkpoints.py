@@ -162,6 +162,51 @@ def test_a_base_is_quantized_layer_by_layer_as_it_is_filled_and_adapters_train(t
         assert mine.down.weight.any()
     pipe.train_batch(torch.randn(4, 16), loss_fn=lambda y: y.square().mean())
     assert all(p.grad is not None for p in pipe.parameters())
+    with pytest.raises(ValueError, match=r"it has no 0\.down\.weight, 0\.up\.weight"):
+        checkpoints.load(pipe, tmp_path)
+
+
+class Scaled(nn.Linear):
+    """Has a scale in float8, and its zero point as extra state."""
+
+    def __init__(self) -> None:
+        super().__init__(2, 2)
+        self.register_buffer("scale", torch.randn(4).to(torch.float8_e4m3fn))
+        self.zero = torch.randn(2)
+
+    def get_extra_state(self) -> Tensor:
+        return self.zero
+
+    def set_extra_state(self, state: Tensor) -> None:
+        self.zero = state
+
+
+def test_small_dtypes_and_extra_state_under_names_of_a_table(tmp_path):
+    plain, loaded = nn.Sequential(Scaled()), nn.Sequential(Scaled())
+    checkpoints.save(plain, tmp_path)
+    table = {name: name for name in plain.state_dict()}
+    checkpoints.load(loaded, tmp_path, names=table.__getitem__)
+    for name, tensor in plain.state_dict().items():
+        assert torch.equal(loaded.state_dict()[name].float(), tensor.float()), name
+
+
+def test_an_interrupted_save_leaves_the_checkpoint_before(tmp_path, monkeypatch):
+    plain, other, loaded = listed(), listed(), listed()
+    checkpoints.save(plain, tmp_path, shard_size=100)
+    write, files = safetensors.save_file, []
+
+    def interrupted(*args: Any, **options: Any) -> None:
+        files.append(args[1])
+        if len(files) == 3:
+            raise KeyboardInterrupt
+        write(*args, **options)
+
+    monkeypatch.setattr(safetensors, "save_file", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        checkpoints.save(other, tmp_path, shard_size=100)
+    checkpoints.load(loaded, tmp_path)
+    for name, tensor in plain.state_dict().items():
+        assert torch.equal(loaded.state_dict()[name], tensor), name
 
 
 # --- what is wrong -------------------------------------------------------------------------------
