@@ -65,6 +65,15 @@ class _Segment:
         calls = {n.meta["call"][:k]: n.meta["at"] for n in self.nodes for k in range(1, 9)}
         return {path for at, call, path in run.modes if at <= calls.get(call, -1)}
 
+    def lines(self) -> list[Any]:
+        """What the code of this segment is made of; segments with equal lines have one code."""
+        lines = [
+            (n.meta["key"], n.meta["name"], n.meta["grad"], n.op, n.target, n.meta.get("common"),
+             fx.node.map_arg((n.args, n.kwargs), lambda used: ("node", used.meta["key"])))
+            for n in self.nodes
+        ]  # fmt: skip
+        return [*lines, *self.boundary()]
+
     def boundary(self) -> list[Any]:
         """The keys of the values exchanged; segments with equal keys can replace each other."""
         ways = self.comes, self.goes
@@ -355,7 +364,10 @@ class ConvertedLayer(Holder):
             tuple([f"{k} to {b}" for b in goes[1:]]), tuple([f"{a} to {k}" for a in comes[1:]])
         )
         self._skip_namespaces = dict.fromkeys(self._syncpipe_skips.names, namespace)
-        self._codes = [_generate(segment, comes, goes, self, model) for segment in segments]
+        one, other = segments
+        self._codes = [_generate(one, comes, goes, self, model)] * 2
+        if one.lines() != other.lines():
+            self._codes[1] = _generate(other, comes, goes, self, model)
         self._code_dtype: torch.dtype | None = None  # set if the code contains dtypes
         self._gathers = False  # whether the model was on several devices
         #: Numbers of inlined modules in the code; paths of the modules whose mode selects the code.

@@ -37,7 +37,7 @@ from syncpipe.layers.conversion.signature import Signature, call_input, shape_of
 from syncpipe.layers.conversion.trace import CHECKS, Tracer, Whole, guard, tracing
 from syncpipe.progress import progress_bar
 from syncpipe.runtime.interrupts import Patches
-from syncpipe.runtime.random_numbers import is_compiled
+from syncpipe.runtime.random_numbers import Generators, is_compiled
 from syncpipe.skip.skippable import is_skippable
 from syncpipe.state import State, restorer, restoring_module
 from syncpipe.storage import places_of
@@ -63,8 +63,8 @@ _FEATURES = {nn.Linear: -1, nn.LayerNorm: -1, nn.Conv1d: -2, nn.Conv2d: -3, nn.C
 _STATE_METHODS = ("get_extra_state", "set_extra_state", "_save_to_state_dict")
 #: Bytes up to which a tensor on ``meta`` gets memory of its own for the conversion.
 _SMALL = 2**20
-#: Dimensions that change together, each as (index of the tensor, dimension).
-_Group = frozenset[tuple[int, int]]
+#: What a run changes: sizes by (index of the tensor, dimension), and numbers by name.
+_Change = dict[Any, Any]
 
 
 class Converted(ModelNames, nn.Sequential):
@@ -165,13 +165,13 @@ def sequential(
         sample = signature.take(sample_args, sample_kwargs)
         if eval_sample is not None:
             signature.take_evaluation(*_as_arguments(eval_sample))
-        made = partial(_Conversion, model, signature, sample, as_compiled)
-        found = restoring_module(model, made)
+        restoring = restorer(model)
+        found = restoring(partial(_Conversion, model, signature, sample, as_compiled))
         layers = found.layers()
-        layers.training = model.training
         layers.origin.begin(layers)
         if verify:
-            _check_layers(model, layers, signature, sample)
+            _check_layers(model, layers, signature, sample, restoring)
+        layers.training = model.training
         return found, layers
 
     eager = any(map(_is_compiled, model.modules()))
@@ -212,6 +212,7 @@ class _Conversion:
         self.model, self.signature, self.tensors = model, signature, tensors
         self.name, self._objects = type(model).__name__, dict[str, Any]()
         self._paths = {module: path for path, module in model.named_modules()}
+        self._modules: dict[Any, nn.Module] = {path: module for module, path in self._paths.items()}
         #: Paths of modules with parameters, with a final dot.
         self._owners = [f"{path}." for module, path in self._paths.items() if module._parameters]
         self.leaves = {
@@ -229,10 +230,17 @@ class _Conversion:
         )
         self._as_compiled = as_compiled  #: whether the model is told that it is compiled
         self._numbers: set[str] | None = None  # None: not known yet, follow all
+        #: Sizes and numbers that may change, numbers that may not, changes that the model refuses.
+        self._free, self._decisive, self._refused = set[Any](), set[str](), list[_Change]()
+        self._pinned = list[_Change]()  # sizes for which it does something else
+        self._fixed = set[tuple[int, int]]()  # sizes of weights
+        self._harmless, self._at_once = dict[fx.Node, bool](), True
+        self.runs: dict[bool, Tracer] = {}
         with progress_bar(f"sequential({self.name})", "run", 20) as self._bar:
             try:  # let the model do what it does in its first run only
                 args, kwargs = signature.call(tensors)
-                model.train()(*args, **kwargs)
+                self._seed()
+                self._first = by_name("output", model.train()(*args, **kwargs))
             except Exception as error:
                 raise ValueError(
                     f"{self.name} itself, called with the sample ({signature.shown(tensors)}), "
@@ -249,11 +257,9 @@ class _Conversion:
             )
 
     def _trace_runs(self) -> None:
-        self._fixed = set[tuple[int, int]]()
-        self._sizes, self._varied = self._other_sizes(), set[tuple[int, int]]()
         while self._make_leaves(self._faults()):
             pass
-        self._numbers = self._free_numbers()
+        self._numbers = self._floats() & self._free
         self._follow_dtypes()
         for run in self.runs.values():
             run.fold(self._numbers)
@@ -278,36 +284,6 @@ class _Conversion:
     def _floats(self) -> set[str]:
         return {read.name for read in self._reads() if type(read.value) is float}
 
-    def _free_numbers(self) -> set[str]:
-        """Names of the numbers that only flow into operations, which layers therefore follow."""
-        decisive = self.runs[True].decisive | self.runs[False].decisive
-        for _ in range(2):
-            reads = [r for r in self._reads() if r.name in self._floats() - decisive]
-            if not reads:
-                break
-            try:
-                others = self._run_with_others(reads)
-            except Exception:  # the model does not accept these values
-                return set()
-            faults, _ = self._compare_runs(others)
-            more = others[True].decisive | others[False].decisive
-            if not faults:
-                return {read.name for read in reads} - more
-            owners = {fault.path for fault in faults}
-            decisive |= more | {r.name for r in reads if r.name.rpartition(".")[0] in owners}
-        return set()
-
-    def _run_with_others(self, reads: Sequence[Read]) -> dict[bool, Tracer]:
-        """Runs the sample with other values of these numbers."""
-        patches = Patches()
-
-        def run() -> dict[bool, Tracer]:
-            for read in reads:
-                patches.put(read.owner, read.key, 0.75 * read.value or 0.25)
-            return self._run(self.tensors)
-
-        return patches.around(run)
-
     def _follow_dtypes(self) -> None:
         """Replace dtypes in the traces by those of tensors, if a run under autocast shows them."""
         kind = tensors_in(self.tensors)[0].device.type
@@ -315,35 +291,40 @@ class _Conversion:
             return
         mixed = torch.autocast(kind, torch.bfloat16, enabled=not torch.is_autocast_enabled(kind))
         with suppress(Exception), mixed:
-            others = self._run(self.tensors)
+            steps = [[(n.meta["key"], f"{n.target!r}") for n in r.live] for r in self.runs.values()]
+            others = self._run(self.tensors, lambda _: steps[0] == steps[1])
             for mode, run in self.runs.items():
-                run.follow_dtypes(others[mode])
+                run.follow_dtypes(others.get(mode, others[True]))
 
     def _faults(self) -> list[Whole]:
         """Run the sample and other sizes; returns why modules cannot be inlined."""
-        own = [*self.model.parameters(), *self.model.buffers()]
         self.notes: list[str] = []
-        state = State({"": self.model}, own, objects=False)
+        if not self.runs:
+            own = [*self.model.parameters(), *self.model.buffers()]
+            self._state = State({"": self.model}, own, objects=False)
+            try:
+                self._seed()
+                self.runs = self._run(self.tensors, self._needs_another)
+            except Exception:  # some leave out more than checks while they are compiled
+                if not self._as_compiled:
+                    raise
+                self._as_compiled = False
+                self.runs = self._run(self.tensors, self._needs_another)
+            self._changed = self._state.changes()
+        faults = list(chain(*map(self._faults_of, self.runs.values())))
+        return faults or [*self._writes()] or self._vary()
 
-        def leaves(run: Tracer) -> list[Whole]:  # with these, all is run again
-            return self._leafable([*run.faults, *self._decisions(run)])
+    def _needs_another(self, run: Tracer) -> bool:
+        """Whether the modules at fault in a run cannot be made leaves in its trace."""
+        if self._as_compiled and not compare(by_name("output", run.result), self._first).same:
+            raise RuntimeError("it does something else while it is compiled")
+        self._fixed |= set(self._features(run))
+        small = self._leafable(self._faults_of(run))
+        return bool(small) and not self._keep(small, {True: run})
 
-        try:
-            self.runs = self._run(self.tensors, leaves)
-        except Exception:  # some leave out more than checks while they are compiled
-            if not self._as_compiled:
-                raise
-            self._as_compiled = False
-            self.runs = self._run(self.tensors, leaves)
-        self._fixed |= set(self._features())
-        faults = [fault for run in self.runs.values() for fault in run.faults]
-        faults += chain(*map(self._decisions, self.runs.values()))
-        faults += self._writes(state)
-        return faults or self._vary_sizes()
-
-    def _decisions(self, run: Tracer) -> list[Whole]:
-        """Faults of modules that decide by a size or a value, without blocks inside."""
-        return [
+    def _faults_of(self, run: Tracer) -> list[Whole]:
+        """Faults in a run; modules without blocks inside may not decide by a size or a value."""
+        return run.faults + [
             Whole(node.meta["owner"], node.meta["line"], "Python decides by a size or a value")
             for node in run.nodes
             if node.target is guard and not self._has_blocks(node.meta["owner"])
@@ -364,11 +345,18 @@ class _Conversion:
         If nothing depends on the mode, it is one run and one trace.
         """
         training = self._trace(tensors, True)
+        done = enough(training)
         if self._one_train and not training.mode_matters:
             return {True: training, False: training}
-        if enough(training):
+        if done:
             return {True: training}
         return {True: training, False: self._trace(tensors, False)}
+
+    def _seed(self) -> None:
+        """Let the first run and that as compiled draw the same, to compare their outputs."""
+        for device in {parameter.device for parameter in self.model.parameters()}:
+            for generator in Generators(device).own:
+                generator.manual_seed(0)
 
     def _trace(self, tensors: list[Tensor], mode: bool) -> Tracer:
         self._bar.update()
@@ -379,10 +367,8 @@ class _Conversion:
     def _make_leaves(self, faults: list[Whole]) -> bool:
         """Make the modules at fault leaves; returns whether any were, and raises if none can be."""
         small = self._leafable(faults)
-        for fault in small:
-            self.leaves.setdefault(fault.path, fault)
         if small or not faults:
-            return bool(small)
+            return bool(small) and (self._keep(small, {}) or True)
         owner, line, what = faults[0]
         name = type(self.model.get_submodule(owner)).__name__
         at = f" ({owner})" if owner else ""
@@ -390,6 +376,15 @@ class _Conversion:
         raise ValueError(
             f"{name}{at} cannot be cut into layers, {what}{where}{self._remedy(what, line)}"
         )
+
+    def _keep(self, faults: list[Whole], others: dict[bool, Tracer]) -> bool:
+        """Make modules leaves, also in the traces; False if the sample must be run again."""
+        new = {fault.path: fault for fault in reversed(faults) if fault.path not in self.leaves}
+        self.leaves |= new
+        kept = [run.keep(new) for run in (*self.runs.values(), *others.values())]
+        if not (new and all(kept)):
+            self.runs = {}
+        return bool(new) and all(kept)
 
     def _remedy(self, what: str, line: str) -> str:
         config, peft = (
@@ -438,10 +433,10 @@ class _Conversion:
     def _leafable(self, faults: list[Whole]) -> list[Whole]:
         return [fault for fault in faults if not self._holds_most(fault.path)]
 
-    def _writes(self, state: State) -> Iterator[Whole]:
+    def _writes(self) -> Iterator[Whole]:
         """Faults of inlined modules that set attributes, or call a leaf that does several times."""
         uses = Counter(node.target for node in self.runs[True].nodes if node.op == "call_module")
-        for kind, name in state.changes():
+        for kind, name in self._changed:
             module, own = self.model, name
             while (child := module._modules.get(own.partition(".")[0])) is not None:
                 module, own = child, own.partition(".")[2]
@@ -469,7 +464,7 @@ class _Conversion:
             return
         may_be_whole = [k for k in cut[1:] if isinstance(self.tensors[k], Tensor)]
         for few in ([], *([k] for k in reversed(may_be_whole)), may_be_whole):  # not cut
-            tensors = self._resized(frozenset((k, 0) for k in cut if k not in few), n + 1)
+            tensors = self._resized({(k, 0): n + 1 for k in cut if k not in few})
             args, kwargs = signature.call(tensors)
             with suppress(Exception):
                 self.model(*args, **kwargs)
@@ -477,89 +472,163 @@ class _Conversion:
                 signature.settle(is_cut=is_cut, free=signature.free)
                 return
 
-    def _other_sizes(self) -> dict[_Group, list[int]]:
-        """Sizes to try by group of dimensions: first the batch, then dimensions of equal size."""
+    def _other_sizes(self) -> list[list[_Change]]:
+        """Sizes to try, each with alternatives: of the batch, then of dimensions of equal size."""
         n = self.signature.batch
-        cut = frozenset((k, 0) for k, is_cut in enumerate(self.signature.is_cut) if is_cut)
-        alike: dict[Any, set[tuple[int, int]]] = {}
+        cut = [(k, 0) for k, is_cut in enumerate(self.signature.is_cut) if is_cut]
+        groups: dict[Any, set[tuple[int, int]]] = {}
         for k, tensor in enumerate(self.tensors):
             for d, size in enumerate(shape_of(tensor)):
-                for key in ((None, size), (d, size)) if (k, d) not in cut and size > 1 else ():
-                    alike.setdefault(key, set()).add((k, d))
-        found = {cut: [size for size in (1, 2 * n, n + 1) if size != n]}
-        for (_, size), group in alike.items():
-            found.setdefault(frozenset(group), [size // 2, 2 * size])
-        return found
+                for key in ("all", f"input {k}", d) if (k, d) not in cut and size > 1 else ():
+                    groups.setdefault((key, size), set()).add((k, d))
+        found = {frozenset(cut): [size for size in (1, 2 * n, n + 1) if size != n]}
+        for (_, size), group in groups.items():  # first all of this size, then some of them
+            if not group & self._fixed:
+                found.setdefault(frozenset(group), [size // 2, 2 * size])
+        return [[dict.fromkeys(group, size) for size in sizes] for group, sizes in found.items()]
 
-    def _features(self) -> Iterator[tuple[int, int]]:
+    def _features(self, run: Tracer) -> Iterator[tuple[int, int]]:
         """Dimensions of inputs whose size a weight has, too: the model refuses any other."""
-        for node in self.runs[True].nodes:
-            given = node.args[0] if node.op == "call_module" and node.args else None
-            while isinstance(given, fx.Node) and given.target == "to":
-                given = given.args[0]
-            if isinstance(given, fx.Node) and given.op == "placeholder":
-                module = self.model.get_submodule(str(node.target))
-                dims = len(shape_of(given.meta["value"]))
-                at = dims + _FEATURES.get(type(module), -dims - 1)
-                if at >= 0 and not hooks_of(module):
-                    yield self.signature.names.index(str(given.target)), at
+        for node in run.nodes:
+            at = _FEATURES.get(type(self._modules.get(node.target)))
+            first = given = node.args[0] if node.args else None
+            if at is None or not isinstance(first, fx.Node) or hooks_of(self._modules[node.target]):
+                continue
+            inner = first.meta["value"].shape
+            while isinstance(given, fx.Node) and given.op != "placeholder":  # permuted, cast
+                value = given.meta["value"]
+                same = isinstance(value, Tensor) and value.shape.numel() == inner.numel()
+                given = given.args[0] if same and given.args else None
+            if isinstance(given, fx.Node):
+                shape = shape_of(given.meta["value"])
+                dims = [d for d, size in enumerate(shape) if size == inner[at]]
+                if shape == inner or len(dims) == 1:
+                    d = len(shape) + at if shape == inner else dims[0]
+                    yield self.signature.names.index(str(given.target)), d
 
-    def _vary_sizes(self) -> list[Whole]:
-        """Run other sizes; returns the faults of modules that can be leaves instead.
+    def _vary(self) -> list[Whole]:
+        """Run with other sizes and numbers; returns faults of modules that can be leaves instead.
 
-        Sizes that could not be varied must be the sample's in every call.
+        Sizes that could not be varied must be the sample's in every call. All that may vary is
+        varied at once first, which tells nothing if something differs.
         """
-        free = set(self._varied)  # with more leaves, what did not matter does not matter either
-        found: list[Whole] = []
-        harmless: dict[fx.Node, bool] = {}
-        for number, (group, sizes) in enumerate(self._sizes.items()):
-            pinned, half_known = list[Whole](), list[list[Tensor]]()
-            for size in list(sizes if not (group <= free or group & self._fixed) else ()):
-                tensors = self._resized(group, size)
-                try:
-                    others = self._run(tensors, self._is_refused)
-                except Exception:  # the model itself refuses this size
-                    sizes.remove(size)
-                    continue
-                half_known += [] if False in others else [tensors]
+        batch, *others = sizes = self._other_sizes()
+        if self._at_once:
+            self._at_once = False
+            most = {**batch[0], **self._other_numbers()}
+            every = {key: size for tries in others for key, size in tries[0].items()}
+            if (not every or self._differing({**every, **most})) and len(most) > len(batch[0]):
+                self._differing(most)
+        for tries in sizes:
+            if found := self._vary_sizes(tries, tries is batch):
+                return found
+        for _ in range(2):
+            if numbers := self._other_numbers():
+                owners = self._differing(numbers)
+                self._decisive |= {n for n in numbers if n.rpartition(".")[0] in owners}
+        self.signature.settle(free={key for key in self._free if not isinstance(key, str)})
+        for node, same in self._harmless.items():
+            node.meta["pure"] = same
+        return []
+
+    def _other_numbers(self) -> _Change:
+        """Values for the numbers by which Python did not decide, and that may not vary yet."""
+        decisive = self._decisive | self.runs[True].decisive | self.runs[False].decisive
+        return {
+            read.name: 0.75 * read.value or 0.25
+            for read in self._reads()
+            if read.name in self._floats() - decisive - self._free
+        }
+
+    def _differing(self, change: _Change) -> set[str]:
+        """Paths of the modules that do something else; if there are none, all of this may vary."""
+        try:
+            others = self._run_with(change, self._differs)
+            faults, _ = self._compare_runs(others)
+            if not faults:
+                self._check_batch(others, change)
+        except Exception:  # the model itself refuses this
+            return {name.rpartition(".")[0] for name in change if isinstance(name, str)} or {""}
+        self._decisive |= others[True].decisive
+        if False in others:
+            self._decisive |= others[False].decisive
+        if not faults:
+            self._free |= change.keys() - self._decisive
+        return {fault.path for fault in faults}
+
+    def _vary_sizes(self, tries: list[_Change], is_batch: bool) -> list[Whole]:
+        """Vary dimensions that change together; returns faults as ``_vary``."""
+        pinned, half_known, guarded = list[Whole](), list[_Change](), True
+        for number, change in enumerate(tries):
+            larger = any(change.keys() < each.keys() for each in self._refused + self._pinned)
+            if change.keys() <= self._free or (larger and number) or change in self._refused:
+                continue
+            try:
+                others = self._run_with(change, self._is_refused)
+            except Exception:  # the model itself refuses this size
+                self._refused.append(change)
+                continue
+            half_known += [] if False in others else [change]
+            faults, guards = self._compare_runs(others)
+            while small := self._leafable(faults):
+                if not self._keep(small, others):
+                    return small
                 faults, guards = self._compare_runs(others)
-                faults += [fault for run in others.values() for fault in run.faults]
-                small = self._leafable(faults)
-                found += small
-                if small != faults:
-                    pinned += faults
-                    if not guards:
-                        break
-                    self.signature.settle(free=free | group)
-                    same = self._needless(guards, tensors)
-                    harmless |= {node: same and harmless.get(node, True) for node in guards}
-                    continue
-                known = list(map(self._in_evaluation, half_known))
-                found += [fault for small, _ in known for fault in small]
-                if not all(refused for _, refused in known):
+            if faults:
+                pinned, guarded = pinned + faults, bool(guards)
+                self._pinned.append(change)
+                if not guards:
                     break
-                for mode, run in others.items() if number == 0 else ():
-                    self._check_outputs(self.runs[mode], run.result, size)
-                free |= group
+                dims = {key for key in self._free | change.keys() if not isinstance(key, str)}
+                self.signature.settle(free=dims)
+                same = self._needless(guards, self._resized(change))
+                known = self._harmless
+                known |= {node: same and known.get(node, True) for node in guards}
+                continue
+            known_half = list(map(self._in_evaluation, half_known))
+            if found := [fault for small, _ in known_half for fault in small]:
+                return found
+            if not all(refused for _, refused in known_half):
                 break
-            if number == 0 and not group <= free:
+            if is_batch:
+                self._check_batch(others, change)
+            self._free |= change.keys()
+            break
+        if is_batch and not tries[0].keys() <= self._free:
+            if not (pinned and guarded):
                 faults, _ = self._compare_runs(self._run(self.tensors))
                 if faults:  # not because of the size
                     return faults
-                lines = list(dict.fromkeys(line or what for _, line, what in pinned))
-                at = "".join(f"\n  {line}" for line in lines[:3])
-                self.notes.append(
-                    f"{self.name} was converted for batches of {self.signature.batch} only, so a "
-                    "Pipe must cut each mini-batch into micro-batches of this size. The model "
-                    + (f"does something else with others, here:{at}" if at else "refuses others")
-                    + self._time_first()
-                )
-        self._varied = {(k, d) for k, d in free if (k, d) not in next(iter(self._sizes))}
-        if not found:
-            self.signature.settle(free=free)
-            for node, same in harmless.items():
-                node.meta["pure"] = same
-        return found
+            lines = list(dict.fromkeys(line or what for _, line, what in pinned))
+            at = "".join(f"\n  {line}" for line in lines[:3])
+            self.notes.append(
+                f"{self.name} was converted for batches of {self.signature.batch} only, so a "
+                "Pipe must cut each mini-batch into micro-batches of this size. The model "
+                + (f"does something else with others, here:{at}" if at else "refuses others")
+                + self._time_first()
+            )
+        return []
+
+    def _run_with(self, change: _Change, enough: Callable[[Tracer], Any]) -> dict[bool, Tracer]:
+        patches = Patches()
+
+        def run() -> dict[bool, Tracer]:
+            for read in self._reads():
+                if read.name in change:
+                    patches.put(read.owner, read.key, change[read.name])
+            return self._run(self._resized(change), enough)
+
+        return self._state.restoring(lambda: patches.around(run), ())
+
+    def _check_batch(self, others: dict[bool, Tracer], change: _Change) -> None:
+        """Check outputs for another size of the batch, in runs of their own if more is changed."""
+        batch = {key: change[key] for key in self._other_sizes()[0][0] if key in change}
+        for run, mode in {run: mode for mode, run in others.items()}.items() if batch else ():
+            result = run.result
+            if len(batch) < sum(not isinstance(key, str) for key in change):
+                args, kwargs = self.signature.call(self._resized(batch), mode)
+                result = self.model.train(mode)(*args, **kwargs)
+            self._check_outputs(self.runs[mode], result, next(iter(batch.values())))
 
     def _compare_runs(self, others: dict[bool, Tracer]) -> tuple[list[Whole], list[fx.Node]]:
         """Where other runs differ from the sample's, and the guards that refuse these runs.
@@ -578,23 +647,26 @@ class _Conversion:
             own = [n for k, n in ours.items() if k in theirs and theirs[k].args[1] != n.args[1]]
             found = differences(run, other)
             noticed = noticed and (bool(own) or not found)
-            faults, guards = faults + found, guards + own
+            faults, guards = faults + found + other.faults, guards + own
         return faults, guards if noticed else []
+
+    def _differs(self, run: Tracer) -> bool:
+        return bool(self._compare_runs({True: run})[0])
 
     def _is_refused(self, run: Tracer) -> bool:
         """Whether layers surely refuse a run in training: by a guard that cannot be needless."""
         faults, guards = self._compare_runs({True: run})
         return bool(guards and not _are_equalities(guards)) and self._leafable(faults) != faults
 
-    def _in_evaluation(self, tensors: list[Tensor]) -> tuple[list[Whole], bool]:
+    def _in_evaluation(self, change: _Change) -> tuple[list[Whole], bool]:
         """Faults of small modules in evaluation, and whether layers refuse what else differs."""
         try:
-            run = self._trace(tensors, False)
+            run = self._trace(self._resized(change), False)
         except Exception:  # so does the model
             return [], True
         faults, guards = self._compare_runs({False: run})
-        small = self._leafable([*faults, *run.faults])
-        return small, bool(guards) or len(small) == len(faults) + len(run.faults)
+        small = self._leafable(faults)
+        return small, bool(guards) or len(small) == len(faults)
 
     def _needless(self, guards: list[fx.Node], tensors: list[Tensor]) -> bool:
         """Whether layers without these guards match the model for a sample that the guards refuse.
@@ -609,14 +681,15 @@ class _Conversion:
         for node in guards:
             node.meta["pure"] = False
         with suppress(Exception):  # the model may refuse this size in another mode
-            found = _comparisons(self.model, without, self.signature, tensors)
+            restoring = restorer(self.model)
+            found = _comparisons(self.model, without, self.signature, tensors, restoring)
             return all(comparison.same for _, comparison in found)
         return False
 
-    def _resized(self, group: _Group, size: int) -> list[Tensor]:
-        """The sample with another size: entries repeated, or fewer of them."""
+    def _resized(self, change: _Change) -> list[Tensor]:
+        """The sample with other sizes: entries repeated, or fewer of them."""
         tensors = list(self.tensors)
-        for k, d in group:
+        for (k, d), size in [each for each in change.items() if not isinstance(each[0], str)]:
             if batch_kind(tensors[k]):
                 tensors[k] = repeated_batch(tensors[k], size)
                 continue
@@ -843,9 +916,9 @@ def _is_method(forward: Any, module: nn.Module) -> bool:
 
 
 def _check_layers(
-    model: nn.Module, layers: Converted, signature: Signature, sample: list[Tensor]
+    model: nn.Module, layers: Converted, signature: Signature, sample: list[Tensor], restoring: Any
 ) -> None:
-    for training, found in _comparisons(model, layers, signature, sample):
+    for training, found in _comparisons(model, layers, signature, sample, restoring):
         if not found.same:
             outputs = [name for name in found.names if not name.startswith(_GRADIENT)]
             what = outputs[0] if outputs else found.names[-1]
@@ -879,13 +952,12 @@ def _parameters_written(model: nn.Module, signature: Signature, sample: list[Ten
 
 
 def _comparisons(
-    model: nn.Module, layers: nn.Module, signature: Signature, sample: list[Tensor]
+    model: nn.Module, layers: nn.Module, signature: Signature, sample: list[Tensor], restoring: Any
 ) -> Iterator[tuple[bool, Comparison]]:
     """Compare outputs, buffers and gradients in training, then outputs and buffers in evaluation.
 
     Both draw the same random numbers. Yields the mode (True: training) and the comparison.
     """
-    restoring = restorer(nn.ModuleList([model, layers]))
     for mode in (True, False):
         call = partial(signature.call, sample, mode)
         expected, actual = (

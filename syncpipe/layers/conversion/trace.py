@@ -19,7 +19,7 @@ import re
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from types import FrameType, MethodType, SimpleNamespace
 from typing import Any, ClassVar, NamedTuple, TypeVar
@@ -36,6 +36,7 @@ from syncpipe.layers.conversion.origin import MISSING, PLAIN, Read, alike, attri
 from syncpipe.layers.conversion.signature import is_input
 from syncpipe.runtime import interrupts
 from syncpipe.runtime.interrupts import Patches
+from syncpipe.storage import storage_of
 
 __all__ = ["CHECKS", "DEVICE", "Function", "Tracer", "Whole", "guard", "tracing"]
 
@@ -44,7 +45,7 @@ _T = TypeVar("_T")
 #: Attributes whose numbers do not depend on the sizes of the batch.
 _CONSTANT = frozenset(
     {"dim", "ndim", "ndimension", "itemsize", "element_size", "get_device", "_version", "stride",
-     "storage_offset", "data_ptr", "__hash__"}
+     "storage_offset", "data_ptr", "__hash__", "dtype", "device", "requires_grad"}
 )  # fmt: skip
 #: Functions by which Python decides by a value.
 _DECIDES = frozenset(
@@ -72,6 +73,10 @@ _LEAVES = frozenset({Tensor, nn.Parameter, fx.Node, *PLAIN})
 _NOT_THE_MODEL = (torch.__file__.removesuffix("__init__.py"), __file__.removesuffix("trace.py"))
 
 
+#: A call of an inlined module: the step and the path of each enclosing call, and its own.
+_Call = tuple[tuple[int, str], ...]
+
+
 class Whole(NamedTuple):
     """A module that is not, or cannot be, inlined: no layer begins in it.
 
@@ -90,13 +95,26 @@ class Whole(NamedTuple):
 class _Write:
     """An attribute that a forward sets, with its value before (``own``: of the instance)."""
 
-    module: nn.Module
+    call: _Call
+    path: str
+    owner: Any
     key: str
     before: Any
     own: bool
     read_before: bool
     fault: Whole
     read_again: bool = False
+    changed: bool = False
+
+
+class _Inlined(NamedTuple):
+    """What went into a call of an inlined module, and what came out of it."""
+
+    args: Any
+    kwargs: dict[str, Any]
+    result: Any
+    line: str
+    grad: bool
 
 
 class Function:
@@ -145,16 +163,20 @@ def map_tree(fn: Callable[[Any], Any], tree: Any, build: Callable[..., Any] | No
     their class.
     """
     kind = type(tree)
+    if kind is tuple or kind is list:  # the most frequent trees
+        items = [map_tree(fn, value, build) for value in tree]
+        return tree if all(map(operator.is_, items, tree)) else kind(items)
+    if kind is dict:
+        new = {key: map_tree(fn, value, build) for key, value in tree.items()}
+        return tree if all(new[key] is tree[key] for key in tree) else new
     if kind in _LEAVES or (parts := _parts(tree)) is None:
         return fn(tree)
     new = {key: map_tree(fn, value, build) for key, value in parts.items()}
     if all(new[key] is parts[key] for key in parts):
         return tree if build is None or kind in _TREES else fn(tree)
     if kind in _TREES:
-        made: Any = tuple if kind is torch.Size and build else kind
-        return (
-            new if kind is dict else slice(*new.values()) if kind is slice else made(new.values())
-        )
+        made: Any = tuple if build else kind
+        return slice(*new.values()) if kind is slice else made(new.values())
     named = dataclasses.is_dataclass(tree) or isinstance(tree, tuple)
     args, kwargs = ((), new) if named else ((new,), {})
     return kind(*args, **kwargs) if build is None else build(kind, args, kwargs)
@@ -175,6 +197,10 @@ def _parts(value: Any) -> dict[Any, Any] | None:
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         return {f.name: getattr(value, f.name) for f in dataclasses.fields(value) if f.init}
     return dict(value) if isinstance(value, Mapping) else None
+
+
+def _refuse(cls: type, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    raise LookupError(cls)
 
 
 # Numbers with their node
@@ -236,10 +262,6 @@ for _kind, _fns in {
 # The trace
 
 
-#: A call of an inlined module: the step and the path of each enclosing call, and its own.
-_Call = tuple[tuple[int, str], ...]
-
-
 class Tracer(TorchFunctionMode):
     """The trace of one run of a model, within :func:`tracing`.
 
@@ -296,9 +318,11 @@ class Tracer(TorchFunctionMode):
         self._devices = {(p.device.type, p.device.index) for p in model.parameters()}
         self._call: _Call = ((0, ""),)
         self.steps: dict[_Call, int] = {self._call: 0}
-        self.faults: list[Whole] = []
+        self._faults: list[tuple[_Call, Whole]] = []
+        self._inlined: dict[_Call, _Inlined] = {}
         self.reentrant = self.mode_matters = False
         self.reads, self.decisive = dict[str, Read](), set[str]()
+        self._readers: dict[str, set[_Call]] = {}
         self.modes: list[tuple[int, _Call, str]] = []
         self.watched = {id(module): path for module, path in paths.items()}
         self._numbers, self._dtypes = dict[str, Any](), list[tuple[torch.dtype, fx.Node]]()
@@ -306,8 +330,12 @@ class Tracer(TorchFunctionMode):
         self._nodes: dict[int, fx.Node] = {}
         self._paused, self._thread = False, threading.get_ident()
         self._mode, self._python_random = _mode(self._device), random.getstate()
-        for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
-            self._add("get_attr", name, key=("attribute", name), value=tensor)
+        self._tensors: dict[int, tuple[str, Tensor]] = {}  # of the model
+        for module, path in paths.items():
+            for key, tensor in (*module._parameters.items(), *module._buffers.items()):
+                if tensor is not None:
+                    name = f"{path}.{key}" if path else key
+                    self._tensors.setdefault(id(tensor), (name, tensor))
         self._device_node = self._add("get_attr", DEVICE, key=("device", DEVICE))
         inputs = [leaf for leaf in flatten((args, kwargs), batches=True)[0] if is_input(leaf)]
         self._batches = {id(leaf): leaf for leaf in inputs if batch_kind(leaf)}
@@ -322,6 +350,7 @@ class Tracer(TorchFunctionMode):
             self._patches.put(Tracer, "current", self)
             with torch.enable_grad(), self:
                 self.result = model(*args, **kwargs)
+                self._check_draws()
                 output = self._lift(self.result)
                 self._paused = True
                 self._restore()
@@ -341,6 +370,87 @@ class Tracer(TorchFunctionMode):
             if node in missed or not node.meta["pure"]:
                 missed |= {node, *node.all_input_nodes}
         return [node for node in self.nodes if node in missed]
+
+    @property
+    def faults(self) -> list[Whole]:
+        """Why modules cannot be inlined."""
+        return [fault for _, fault in self._faults]
+
+    def keep(self, paths: Iterable[str]) -> bool:
+        """Make leaves of modules that were inlined: one node of each call of them.
+
+        Returns False if that takes another run, because more than the result left such a call.
+        """
+        new = [call for call in self._inlined if call[-1][1] in paths]
+        outer = [call for call in new if not any(call[:k] in new for k in range(1, len(call)))]
+        if any(self._in_leaf(write.path) for write in self._writes.values()):
+            return False
+        kept = [self._keep(call) for call in outer]
+        self.nodes = [node for node in self._graph.nodes if node.op != "get_attr"]
+        return all(kept)
+
+    def _keep(self, call: _Call) -> bool:
+        def within(other: _Call) -> bool:
+            return other[: len(call)] == call
+
+        entry = self._inlined[call]
+        nodes = (node for node in self._graph.nodes if node.op != "get_attr")
+        inside = {node: None for node in nodes if within(node.meta["call"])}
+        leaves, given = flatten(entry.result)[0], flatten((entry.args, entry.kwargs))[0]
+        results: dict[int, Any] = {
+            id(t): self._nodes.get(id(t)) for t in leaves if isinstance(t, Tensor)
+        }
+        outside = {used for node in inside for used in node.all_input_nodes} - inside.keys()
+        written = {used for n in inside if n.meta["writes"] for used in n.all_input_nodes}
+        if (
+            not results
+            or not {*results.values()} <= inside.keys()
+            or any(_varies(leaf) for leaf in leaves if id(leaf) not in results)
+            or any(isinstance(leaf, torch.dtype) for leaf in given)
+            or any(type(value) in (list, dict) for value in (*entry.args, *entry.kwargs.values()))
+            or any(within(write.call) for write in self._writes.values())
+            or _memory(written) & _memory(outside)
+            or any(n.users.keys() - inside.keys() for n in inside if n not in results.values())
+        ):
+            return False
+        used, first = list[fx.Node](), next(iter(inside))
+        try:
+            args, kwargs = map_tree(self._known, (entry.args, entry.kwargs), _refuse)
+        except LookupError:
+            return False
+        fx.node.map_arg((args, kwargs), used.append)
+        if any(node.meta["at"] >= first.meta["at"] for node in used):
+            return False
+        self._call = call[:-1]
+        with self._graph.inserting_before(first):
+            key = (*call[:-1], call[-1][0])
+            node = new = self._add("call_module", call[-1][1], args, kwargs, key=key)
+            for leaf in leaves:
+                self._nodes.pop(id(leaf), None)
+            self._with_nodes(node, entry.result, [])
+        while new is not first:
+            new.meta.update(line=entry.line, grad=entry.grad, at=first.meta["at"])
+            new = new.next
+        seconds = sum(each.meta.get("seconds", 0.0) for each in inside)
+        node.meta.update(pure=False, seconds=seconds)
+        moved = {old: self._nodes[at] for at, old in results.items()}
+        for old, new in moved.items():
+            old.replace_all_uses_with(new)
+        for each in self._graph.nodes:
+            sources = each.meta["dtypes"]
+            each.meta["dtypes"] = [
+                moved.get(n, n) for n in sources if n not in inside or n in moved
+            ]
+        for old in reversed(inside):
+            self._graph.erase_node(old)
+        self._inlined = {at: each for at, each in self._inlined.items() if not within(at)}
+        self._faults = [each for each in self._faults if not within(each[0])]
+        self.modes = [each for each in self.modes if not within(each[1])]
+        for name, calls in self._readers.items():
+            calls -= {each for each in calls if within(each)}
+            if not calls:
+                self.reads.pop(name, None)
+        return True
 
     def fold(self, followed: set[str]) -> None:
         """Replace number nodes by their values, except those of ``followed`` attributes."""
@@ -403,11 +513,15 @@ class Tracer(TorchFunctionMode):
             bound = functools.partial(call, module)
             return self.perform("call_module", path, bound, args, kwargs)
         outer = self._call
-        self._call = (*outer, (self.steps[outer], path))
+        self._call = inner = (*outer, (self.steps[outer], path))
         self.steps[outer] += 1
-        self.steps[self._call] = 0
+        self.steps[inner] = 0
+        line, grad = line_in_model(), torch.is_grad_enabled()
         try:
-            return call(module, *args, **kwargs)
+            result = call(module, *args, **kwargs)
+            if _mode(self._device) == self._mode:
+                self._inlined[inner] = _Inlined(args, kwargs, result, line, grad)
+            return result
         finally:
             self._check_draws()
             self._call = outer
@@ -432,6 +546,7 @@ class Tracer(TorchFunctionMode):
             return value
         name = ".".join(filter(None, (path, key)))
         read = self.reads.setdefault(name, Read(name, owner, key, value))
+        self._readers.setdefault(name, set()).add(self._call)
         if read.owner is not owner:
             return value
         if type(value) is float:
@@ -496,33 +611,41 @@ class Tracer(TorchFunctionMode):
         with suppress(TypeError):  # a type that cannot be patched
             self.watched[id(value)] = name
             self._patches.put(kind, "__getattribute__", _trace_get(kind.__getattribute__))
+            self._patches.put(kind, "__setattr__", _trace_set(kind.__setattr__))
 
-    def add_write(self, module: nn.Module, key: str, value: Any) -> None:
-        path = self.paths[module]
-        name, at = ".".join(filter(None, (path, key))), (id(module), key)
-        if self._in_leaf(path):
-            if not alike(value, attribute(module, key)):
-                self._fault(f"its forward sets {name}, of a module that is called as it is")
-        elif at not in self._writes:
-            before, fault = attribute(module, key), f"its forward sets the attribute {name}"
-            whole = Whole(self._call[-1][1], line_in_model(), fault)
-            own = key in vars(module)
-            self._writes[at] = _Write(module, key, before, own, name in self.reads, whole)
+    def add_write(self, owner: Any, key: str, value: Any) -> None:
+        path, at, before = self.watched[id(owner)], (id(owner), key), attribute(owner, key)
+        name = ".".join(filter(None, (path, key)))
+        if at not in self._writes:
+            what = f"its forward sets the attribute {name}"
+            if self._in_leaf(path):
+                what = f"its forward sets {name}, of a module that is called as it is"
+            whole = Whole(self._call[-1][1], line_in_model(), what)
+            own, read = key in vars(owner), name in self.reads
+            self._writes[at] = _Write(self._call, path, owner, key, before, own, read, whole)
+        self._paused = True
+        self._writes[at].changed |= not alike(value, before)
+        self._paused = False
 
     def _restore(self) -> None:
         """Restore the attributes that the forward has set, because layers do not set them.
 
-        That is a fault, unless the value is unchanged, or is read only after it was set.
+        That is a fault, unless the value is unchanged, or is read only after it was set. A leaf
+        module may read it in its forward.
         """
+        called = [f"{node.target}." for node in self._graph.nodes if node.op == "call_module"]
         for each in self._writes.values():
-            now = attribute(each.module, each.key)
+            now = attribute(each.owner, each.key)
             same = not self._from_input(now) and alike(now, each.before)
-            if not same and (each.read_before or not each.read_again):
-                self.faults.append(each.fault)
+            in_called = f"{each.path}.".startswith(tuple(called))
+            if (each.changed and in_called) or (
+                not same and (each.read_before or not each.read_again)
+            ):
+                self._faults.append((each.call, each.fault))
             if each.own:
-                vars(each.module)[each.key] = each.before
+                vars(each.owner)[each.key] = each.before
             else:
-                vars(each.module).pop(each.key, None)
+                vars(each.owner).pop(each.key, None)
 
     def _from_input(self, value: Any) -> bool:
         """Whether a value depends on the arguments of the model."""
@@ -574,7 +697,7 @@ class Tracer(TorchFunctionMode):
         if attribute:
             name = func.__self__.__name__
         if name in ("shape", "size"):
-            node = self._nodes.get(id(args[0]))
+            node = self._node_of(args[0])
             if node is None or node.op == "get_attr":  # sizes of parameters are constant
                 return func(*args, **kwargs)
         if name in _VALUE_ACCESS:
@@ -584,10 +707,10 @@ class Tracer(TorchFunctionMode):
             return self._guarded(ask, args)
         if decides:
             self._fault("what it does next depends on the values in a tensor")
+        if name == "dtype" and (node := self._node_of(args[0])) is not None:
+            self._dtypes.append((func(*args), node))
         if decides or name in _CONSTANT or name in _VALUE_ACCESS:
             return func(*map_tree(plain, args), **kwargs)
-        if name == "dtype" and (node := self._nodes.get(id(args[0]))) is not None:
-            self._dtypes.append((func(*args), node))
         if attribute:
             given = (args[0], name)
             return self.perform("call_function", getattr, lambda x, _: func(x), given, {})
@@ -604,7 +727,7 @@ class Tracer(TorchFunctionMode):
 
         Decisions by these (ids and masks) are equal in most calls.
         """
-        pending = [self._nodes.get(id(tensor)) for tensor in tensors_in(tensors)]
+        pending = [self._node_of(tensor) for tensor in tensors_in(tensors)]
         for node in pending:
             value = None if node is None else node.meta["value"]
             if node is not None and not tensors_in(value):
@@ -632,7 +755,8 @@ class Tracer(TorchFunctionMode):
     def perform(
         self, op: str, target: Any, fn: Callable[..., Any], args: Any, kwargs: dict[str, Any]
     ) -> Any:
-        self._check_draws()
+        if op == "call_module" or isinstance(target, Function):  # others do not draw
+            self._check_draws()
         named = dict(kwargs)
         if isinstance(named.get("device"), str):
             named["device"] = torch.device(named["device"])
@@ -642,17 +766,16 @@ class Tracer(TorchFunctionMode):
         elif target == "to" and type(args[-1]) is str:
             args = (*args[:-1], torch.device(args[-1]))
         given = self._lift(args), self._lift(named)
-        tensors, self._paused = tensors_in((args, kwargs)), True
-        versions = [None if tensor.is_inference() else tensor._version for tensor in tensors]
-        mode, start = _mode(self._device), time.thread_time()
+        tensors, self._paused = tensors_in((*args, *kwargs.values())), True
+        versions = _versions(tensors)
+        mode, start = _mode(self._device), time.perf_counter()
         try:
             result = fn(*map_tree(plain, args), **map_tree(plain, kwargs))
         finally:
             self._paused = False
-        seconds = time.thread_time() - start
-        written = [
-            t for t, v in zip(tensors, versions, strict=True) if v is not None and v != t._version
-        ]
+        seconds = time.perf_counter() - start
+        pairs = zip(tensors, versions, _versions(tensors), strict=True)
+        written = [tensor for tensor, before, after in pairs if before != after]
         if op == "call_module" or isinstance(target, Function):
             self._python_random = random.getstate()
         elif not (written or isinstance(result, Tensor)):
@@ -674,7 +797,7 @@ class Tracer(TorchFunctionMode):
     def _with_nodes(self, node: fx.Node, result: Any, written: list[Tensor]) -> Any:
         """Register the result of a node, and return it with nodes for its numbers."""
         if isinstance(result, Tensor):
-            if id(result) in self._nodes and not any(result is tensor for tensor in written):
+            if self._node_of(result) and not any(result is tensor for tensor in written):
                 result = _alias(result)  # the function returned its argument
         elif isinstance(result, (int, float)) and (
             _varies(result) or isinstance(node.target, Function)
@@ -718,7 +841,10 @@ class Tracer(TorchFunctionMode):
         """Make a node; a node with an explicit ``key`` is no step of the call."""
         call = self._call
         name = target if isinstance(target, str) else getattr(target, "__name__", "value")
-        node = self._graph.create_node(op, target, tuple(args), dict(kwargs or {}), "node")
+        node = self._graph.create_node(op, target, name="node")
+        node.args = tuple(args)  # create_node() would look through them
+        if kwargs:
+            node.kwargs = dict(kwargs)
         used = node.all_input_nodes[: 1 if target in ("to", "type_as") else None]
         node.meta.update(
             of_input=op == "placeholder" or any(each.meta["of_input"] for each in used),
@@ -735,6 +861,14 @@ class Tracer(TorchFunctionMode):
     def _set(self, value: Any, node: fx.Node) -> None:
         node.meta["value"] = value
         self._nodes[id(value)] = node
+
+    def _node_of(self, value: Any) -> fx.Node | None:
+        """The node of a value, which tensors of the model get when they are used first."""
+        node = self._nodes.get(id(value))
+        if node is None and id(value) in self._tensors:
+            name, _ = self._tensors[id(value)]
+            node = self._add("get_attr", name, key=("attribute", name), value=value)
+        return node
 
     # Sizes, and numbers computed of them
 
@@ -768,7 +902,8 @@ class Tracer(TorchFunctionMode):
         """A node that makes a dataclass, named tuple or mapping."""
         return self._add("call_function", _printable(cls), args, kwargs, pure=True)
 
-    def _lifted(self, leaf: Any) -> Any:
+    def _known(self, leaf: Any) -> Any:
+        """A leaf that is a node or a plain value in the graph; raises a LookupError for others."""
         if isinstance(leaf, _Number):
             return leaf.node
         if isinstance(leaf, torch.device):
@@ -776,8 +911,13 @@ class Tracer(TorchFunctionMode):
             return self._device_node if same or leaf == torch.device(self._device.type) else leaf
         if isinstance(leaf, PLAIN) and not isinstance(leaf, enum.Enum):
             return float(leaf) if isinstance(leaf, float) else leaf  # NumPy's are floats, too
-        if id(leaf) in self._nodes:
-            return self._nodes[id(leaf)]
+        if (node := self._node_of(leaf)) is None:
+            raise LookupError(leaf)
+        return node
+
+    def _lifted(self, leaf: Any) -> Any:
+        with suppress(LookupError):
+            return self._known(leaf)
         module = leaf.__self__ if isinstance(leaf, MethodType) else leaf
         if isinstance(module, nn.Module) and module in self.paths:
             return self._module_node(leaf, module, self.paths[module])
@@ -796,7 +936,7 @@ class Tracer(TorchFunctionMode):
         if not inside or leaf is not module:
             owner = self._call[-1][1] if inside else path
             what = f"{path or 'the model'} (or a method of it) is passed to what calls it"
-            self.faults.append(Whole(owner, line_in_model(), what))
+            self._faults.append((self._call, Whole(owner, line_in_model(), what)))
         return self._add("get_attr", path, key=("module", path), value=module)
 
     def _in_leaf(self, path: str) -> bool:
@@ -810,7 +950,7 @@ class Tracer(TorchFunctionMode):
             self._python_random = state
 
     def _fault(self, what: str) -> None:
-        self.faults.append(Whole(self._call[-1][1], line_in_model(), what))
+        self._faults.append((self._call, Whole(self._call[-1][1], line_in_model(), what)))
 
 
 # Patches: what a trace records
@@ -855,11 +995,11 @@ def _trace_call(call: Callable[..., Any]) -> Callable[..., Any]:
 def _trace_get(get: Callable[..., Any]) -> Callable[..., Any]:
     def read(owner: Any, key: str) -> Any:
         trace = Tracer.current
-        if trace is None:
+        if trace is None or key[:2] == "__":
             return get(owner, key)
         if key == "training" and not _is_library(sys._getframe(1).f_code.co_filename):
             trace.mode_matters = True
-        if trace.idle or key[:2] == "__" or id(owner) not in trace.watched:
+        if trace.idle or id(owner) not in trace.watched:
             return get(owner, key)
         try:
             value = get(owner, key)
@@ -872,11 +1012,11 @@ def _trace_get(get: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _trace_set(put: Callable[..., Any]) -> Callable[..., Any]:
-    def written(module: nn.Module, key: str, value: Any) -> None:
+    def written(owner: Any, key: str, value: Any) -> None:
         trace = Tracer.current
-        if trace is not None and not trace.idle and module in trace.paths:
-            trace.add_write(module, key, value)
-        put(module, key, value)
+        if trace is not None and not trace.idle and id(owner) in trace.watched:
+            trace.add_write(owner, key, value)
+        put(owner, key, value)
 
     return written
 
@@ -952,6 +1092,10 @@ def _identifier(name: str) -> str:
     return re.sub(r"^(?=\d|$)", "value_", re.sub(r"\W", "_", name).strip("_"))
 
 
+def _memory(nodes: Iterable[fx.Node]) -> set[Any]:
+    return {storage_of(tensor) for node in nodes for tensor in tensors_in(node.meta["value"])}
+
+
 def _dtype_of(node: fx.Node) -> torch.dtype | None:
     """The floating-point dtype among the arguments of a node."""
     found = list[torch.dtype]()
@@ -978,6 +1122,12 @@ def _printable(fn: Any) -> Any:
         pass
     name = getattr(fn, "__name__", type(fn).__name__)
     return Function(fn, name if name.isidentifier() else "function")
+
+
+def _versions(tensors: list[Tensor]) -> list[int | None]:
+    """How often each tensor was written into; None where that is not counted."""
+    with torch._C.DisableTorchFunction():
+        return [None if tensor.is_inference() else tensor._version for tensor in tensors]
 
 
 def _alias(tensor: Tensor) -> Tensor:

@@ -304,6 +304,41 @@ def test_state_that_begins_anew_in_each_call_is_followed():
         assert torch.allclose(loss, model(x).square().mean().detach())
 
 
+class Levels:
+    """An object that keeps what a forward builds and looks up."""
+
+    levels: list[Tensor]
+
+    def build(self, x: Tensor) -> None:
+        self.levels = [x, x / 2]
+
+    def look_up(self, x: Tensor) -> Tensor:
+        return x * self.levels[0] + self.levels[1]
+
+
+class Pyramid(Levels, nn.Module):
+    """As that of RAFT: the model calls its methods, never the module itself."""
+
+
+class Flow(nn.Module):
+    def __init__(self, kept: Any) -> None:
+        super().__init__()
+        self.first, self.last, self.kept = nn.Linear(4, 4), nn.Linear(4, 2), kept
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        self.kept.build(x)
+        return self.last(self.kept.look_up(x))
+
+
+@pytest.mark.parametrize("kept", [Levels, Pyramid])
+def test_state_that_a_child_or_an_object_has_within_a_call_is_followed(kept):
+    model, pipe = converted(Flow(kept()))
+    assert len(pipe) == 2
+    for x in (X, X + 1, X[:4]):
+        assert torch.allclose(pipe(x), model(x), atol=1e-6)
+
+
 def remembers(m: Any, x: Tensor) -> Tensor:
     m.last = x.mean()
     return x

@@ -575,12 +575,33 @@ def hooked() -> nn.Module:
     [(Mode, 6), (nn.ReLU, 6), (hooked, 9), (Switches, 9), (lambda: Mode(asks=True), 9)],
 )
 def test_both_modes_are_run_where_a_mode_may_matter(part, runs):
-    """Once as it is, for the sample and two other sizes, and compared with the layers in both."""
+    """As it is, for the sample, for other sizes, for another batch, and to compare the layers."""
     model, calls = Does(lambda m, x: m.b(m.part(m.a(x))), part=part()), []
     inner = model.inner
     model.inner = lambda m, x: calls.append(x.shape) or inner(m, x)
     sequential(model, torch.rand(2, 6, 4))
     assert len(calls) == runs
+
+
+class Asks(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.Linear(4, 4)
+
+    def forward(self, x):
+        x = self.inner(x)
+        return x if x.shape[1] > 5 else -x
+
+
+def test_a_module_is_left_whole_in_the_runs_that_showed_why():
+    model, calls = Does(lambda m, x: m.b(m.part(m.a(x))), part=Asks()), []
+    inner = model.inner
+    model.inner = lambda m, x: calls.append(x.shape) or inner(m, x)
+    layers = sequential(model, x := torch.rand(2, 6, 4))
+    assert [leaf.path for leaf in layers.whole] == ["part"]
+    assert len(calls) == 6
+    assert torch.equal(layers(x), model(x))
+    assert torch.equal(layers(x[:, :3]), model(x[:, :3]))
 
 
 @pytest.mark.parametrize("first", [nn.Linear(4, 4), nn.LayerNorm(4)])
@@ -590,7 +611,7 @@ def test_no_run_for_a_size_that_a_weight_has(first):
     inner = model.inner
     model.inner = lambda m, x: shapes.append(x.shape) or inner(m, x)
     layers: Any = sequential(model, torch.rand(2, 6, 4))
-    assert {tuple(map(int, shape)) for shape in shapes} == {(2, 6, 4), (1, 6, 4), (2, 3, 4)}
+    assert {tuple(map(int, shape)) for shape in shapes} == {(2, 6, 4), (1, 6, 4), (1, 3, 4)}
     assert layers[0]._model_signature.free == {(0, 0), (0, 1)}
 
 
