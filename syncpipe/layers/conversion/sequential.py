@@ -549,9 +549,7 @@ class _Conversion:
                 self._check_batch(others, change)
         except Exception:  # the model itself refuses this
             return {name.rpartition(".")[0] for name in change if isinstance(name, str)} or {""}
-        self._decisive |= others[True].decisive
-        if False in others:
-            self._decisive |= others[False].decisive
+        self._decisive |= set[str]().union(*(run.decisive for run in others.values()))
         if not faults:
             self._free |= change.keys() - self._decisive
         return {fault.path for fault in faults}

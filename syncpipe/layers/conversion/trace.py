@@ -70,6 +70,8 @@ _ENDS = ("placeholder", "output")
 _TREES = (tuple, list, torch.Size, dict, slice)
 #: The most frequent leaves of trees.
 _LEAVES = frozenset({Tensor, nn.Parameter, fx.Node, *PLAIN})
+#: Packages whose functions with a cache get no numbers with a node.
+_UNCACHED = {"torch", "syncpipe", *sys.stdlib_module_names}
 _NOT_THE_MODEL = (torch.__file__.removesuffix("__init__.py"), __file__.removesuffix("trace.py"))
 
 
@@ -975,8 +977,10 @@ def tracing(model: nn.Module, run: Callable[[], _T]) -> _T:
         patches.put(torch.autograd.Function, "apply", classmethod(apply))
         script: Any = torch.jit.ScriptFunction
         patches.put(script, "__call__", _trace_script(script.__call__))
-        for of, name, cached in _cached_functions(len(sys.modules)):
-            patches.put(of, name, _uncached(cached))
+        for module, own in list(sys.modules.items()):
+            if module.partition(".")[0] not in _UNCACHED:
+                for name, cached in _cached_functions(module, len(getattr(own, "__dict__", ()))):
+                    patches.put(own, name, _uncached(cached))
         return run()
 
     return patches.around(patched)
@@ -1054,16 +1058,10 @@ def _uncached(cached: Any) -> Callable[..., Any]:
 
 
 @functools.cache
-def _cached_functions(_: int) -> list[tuple[Any, str, Any]]:
-    """The functions with a cache in so many imported modules, as (module, name, function)."""
-    known, kind = {"torch", "syncpipe", *sys.stdlib_module_names}, functools._lru_cache_wrapper
-    modules = [m for name, m in list(sys.modules.items()) if name.partition(".")[0] not in known]
-    return [
-        (module, name, each)
-        for module in modules
-        for name, each in list(getattr(module, "__dict__", {}).items())
-        if type(each) is kind
-    ]
+def _cached_functions(module: str, _: int) -> list[tuple[str, Any]]:
+    """The functions with a cache in an imported module with so many names."""
+    own = list(getattr(sys.modules[module], "__dict__", {}).items())
+    return [(name, each) for name, each in own if type(each) is functools._lru_cache_wrapper]
 
 
 def line_in_model() -> str:

@@ -641,6 +641,16 @@ def test_a_call_gives_what_the_model_gives_or_is_refused(name):
     assert all(re.search("would do something else|depends on these sizes", t) for t in refused)
 
 
+def test_a_function_with_a_cache_that_was_written_after_other_conversions_is_found(monkeypatch):
+    for _ in range(2):  # the first one may import modules
+        sequential(Pair(), torch.rand(3, 4))
+    monkeypatch.setitem(globals(), "half", functools.cache(lambda size: size // 2))
+    x = torch.rand(3, 8, 4)
+    layers = sequential(model := Pair(lambda _, x: x[:, : globals()["half"](x.shape[1])]), x)
+    for x in (torch.rand(3, length, 4) for length in (8, 6, 16)):
+        assert torch.equal(layers(x), model(x))
+
+
 BESIDE = Path(torch.__file__).parent.with_name("torchvision") / "models.py"
 CUTS = "def between(_, x):\n    if x.shape[1] > 100:\n        x = x[:, :100]\n    return x\n"
 
