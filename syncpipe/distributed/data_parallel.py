@@ -182,8 +182,9 @@ class Averaging:
     @torch.no_grad()
     def broadcast(self, tensors: Iterable[Tensor]) -> None:
         for tensor in tensors:
-            dense = tensor.detach().contiguous()
-            work = dist.broadcast(dense, None, self.groups[0], True, group_src=0)
+            dense = tensor.detach().resolve_conj().resolve_neg().contiguous()
+            data = dense.reshape(-1).view(torch.uint8)  # backends lack int16 and float8
+            work = dist.broadcast(data, None, self.groups[0], True, group_src=0)
             self.peers.wait(work, dense)
             if self.peers.rank and dense.data_ptr() != tensor.data_ptr():
                 tensor.copy_(dense)
