@@ -108,6 +108,7 @@ def verify(
     Raises:
         TypeError, ValueError: an argument does not fit. Errors of the layers on the whole
             mini-batch propagate. Errors of later runs are in the report.
+        RuntimeError: it is called in ``torch.inference_mode``.
     """
     if not isinstance(pipe, Pipe):
         raise TypeError(
@@ -120,6 +121,8 @@ def verify(
             "the pipe is data-parallel, so its gradients are not those of its layers here: verify "
             "it before data_parallel, or verify a copy (copy.deepcopy), which is not data-parallel"
         )
+    if torch.is_inference_mode_enabled():
+        raise RuntimeError("verify needs gradients: call it outside of torch.inference_mode")
     if isinstance(input, Iterator | DataLoader):
         raise TypeError(
             f"verify checks one mini-batch, and input is a {type(input).__name__}, which gives "

@@ -247,6 +247,8 @@ def test_what_does_not_fit_is_refused() -> None:
     ]:
         with pytest.raises(error, match=message):
             verify(*args, **{"loss_fn": F.cross_entropy, **options})
+    with torch.inference_mode(), pytest.raises(RuntimeError, match="call it outside"):
+        verify(pipe, x, y, loss_fn=F.cross_entropy)
     with pytest.raises(RuntimeError, match="shapes") as caught:
         checked(pipe_of(linear(), linear(), nn.Linear(3, 3)))
     notes = " ".join(caught.value.__notes__)
