@@ -212,7 +212,6 @@ class _Conversion:
         self.model, self.signature, self.tensors = model, signature, tensors
         self.name, self._objects = type(model).__name__, dict[str, Any]()
         self._paths = {module: path for path, module in model.named_modules()}
-        self._modules: dict[Any, nn.Module] = {path: module for module, path in self._paths.items()}
         #: Paths of modules with parameters, with a final dot.
         self._owners = [f"{path}." for module, path in self._paths.items() if module._parameters]
         self.leaves = {
@@ -379,7 +378,10 @@ class _Conversion:
 
     def _keep(self, faults: list[Whole], others: dict[bool, Tracer]) -> bool:
         """Make modules leaves, also in the traces; False if the sample must be run again."""
-        new = {fault.path: fault for fault in reversed(faults) if fault.path not in self.leaves}
+        new = dict[str, Whole]()
+        for fault in faults:
+            if fault.path not in self.leaves:
+                new.setdefault(fault.path, fault)
         self.leaves |= new
         kept = [run.keep(new) for run in (*self.runs.values(), *others.values())]
         if not (new and all(kept)):
@@ -489,10 +491,10 @@ class _Conversion:
 
     def _features(self, run: Tracer) -> Iterator[tuple[int, int]]:
         """Dimensions of inputs whose size a weight has, too: the model refuses any other."""
-        for node in run.nodes:
-            at = _FEATURES.get(type(self._modules.get(node.target)))
-            first = given = node.args[0] if node.args else None
-            if at is None or not isinstance(first, fx.Node) or hooks_of(self._modules[node.target]):
+        for node in (node for node in run.nodes if node.op == "call_module"):
+            module, first = self.model.get_submodule(str(node.target)), next(iter(node.args), None)
+            at, given = _FEATURES.get(type(module)), first
+            if at is None or not isinstance(first, fx.Node) or hooks_of(module):
                 continue
             inner = first.meta["value"].shape
             while isinstance(given, fx.Node) and given.op != "placeholder":  # permuted, cast

@@ -447,6 +447,9 @@ CASES = {
     ),
     "own call": Case(lambda: nn.Sequential(Pair(), Doubles(4, 4)), rows(), 3),
     "stays in evaluation": Case(lambda: nn.Sequential(Pair(), Stays(), Freezes()), rows(), 4),
+    "a module called output": Case(
+        lambda: Does(lambda m, x: UserDict(y=m.output(m.a(x))), output=nn.Linear(4, 4)), rows(), 2
+    ),
     "dict": Case(lambda: mapping_of(dict), rows(), 2),
     "OrderedDict": Case(lambda: mapping_of(OrderedDict), rows(), 2),
     "UserDict": Case(lambda: mapping_of(UserDict), rows(), 2),
