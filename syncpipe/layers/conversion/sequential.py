@@ -475,7 +475,10 @@ class _Conversion:
                 return
 
     def _other_sizes(self) -> list[list[_Change]]:
-        """Sizes to try, each with alternatives: of the batch, then of dimensions of equal size."""
+        """Sizes to try, each with alternatives: of the batch, then of dimensions of equal size.
+
+        The first one is even where the sample's is odd, so that ratios and remainders differ, too.
+        """
         n = self.signature.batch
         cut = [(k, 0) for k, is_cut in enumerate(self.signature.is_cut) if is_cut]
         groups: dict[Any, set[tuple[int, int]]] = {}
@@ -486,7 +489,9 @@ class _Conversion:
         found = {frozenset(cut): [size for size in (1, 2 * n, n + 1) if size != n]}
         for (_, size), group in groups.items():  # first all of this size, then some of them
             if not group & self._fixed:
-                found.setdefault(frozenset(group), [size // 2, 2 * size])
+                half = size // 2
+                other = half + ((size - half) % 2 == 0)
+                found.setdefault(frozenset(group), [*dict.fromkeys((other, half, 2 * size))])
         return [[dict.fromkeys(group, size) for size in sizes] for group, sizes in found.items()]
 
     def _features(self, run: Tracer) -> Iterator[tuple[int, int]]:
@@ -536,10 +541,9 @@ class _Conversion:
     def _other_numbers(self) -> _Change:
         """Values for the numbers by which Python did not decide, and that may not vary yet."""
         decisive = self._decisive | self.runs[True].decisive | self.runs[False].decisive
-        return {
-            read.name: 0.75 * read.value or 0.25
-            for read in self._reads()
-            if read.name in self._floats() - decisive - self._free
+        reads = [r for r in self._reads() if r.name in self._floats() - decisive - self._free]
+        return {  # no two by the same factor
+            read.name: (1 - 0.25 / k) * read.value or 0.25 / k for k, read in enumerate(reads, 1)
         }
 
     def _differing(self, change: _Change) -> set[str]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import math
 import pickle
 from types import SimpleNamespace
 from typing import Any
@@ -101,6 +102,15 @@ def test_is_followed(name):
     loss = pipe.train_batch(X, loss_fn=lambda y: y.square().mean())
     assert torch.allclose(loss, model(X).square().mean().detach())
     assert torch.allclose(pipe.eval_batch(X), model(X), atol=1e-6)
+
+
+@pytest.mark.parametrize("change", ["up", "down"])
+def test_numbers_of_which_only_the_ratio_counts_are_refused(change):
+    model = doing(lambda m, x: x * math.log(m.up / m.down), up=3.0, down=2.0)
+    model, pipe = converted(model)
+    setattr(model, change, 5.0)
+    with pytest.raises(ValueError, match=f"{change} was .* and is 5"):
+        pipe(X)
 
 
 REFUSED: dict[str, tuple[Any, str]] = {

@@ -621,6 +621,7 @@ UNSEEN: dict[str, Any] = {
     "pieces of the batch": lambda _, x: torch.cat([c * k for k, c in enumerate(x.chunk(4))]),
     "layout": lambda _, x: x * (2.0 if x.transpose(0, 1).is_contiguous() else 1.0),
     "two decisions in a line": turns,
+    "a remainder": lambda _, x: x * [1.0, 2.0, 3.0, 4.0][x.shape[1] % 4],
 }
 
 
