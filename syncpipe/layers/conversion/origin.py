@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterable, Mapping
-from types import SimpleNamespace
+from types import MemberDescriptorType, SimpleNamespace
 from typing import Any, NamedTuple
 
 import torch
@@ -55,11 +55,17 @@ class Read(NamedTuple):
 
 
 def attribute(owner: Any, key: str) -> Any:
-    """The attribute in the ``__dict__`` of an object or of its class, or ``MISSING``."""
-    own = vars(owner)
+    """The attribute that an object, or its class, has itself, or ``MISSING``."""
+    own = getattr(owner, "__dict__", {})
     if key in own:
         return own[key]
-    return next((vars(cls)[key] for cls in type(owner).__mro__ if key in vars(cls)), MISSING)
+    found = next((vars(cls)[key] for cls in type(owner).__mro__ if key in vars(cls)), MISSING)
+    if not isinstance(found, MemberDescriptorType):  # of __slots__
+        return found
+    try:
+        return found.__get__(owner)
+    except AttributeError:
+        return MISSING
 
 
 class Origin:
@@ -99,8 +105,8 @@ class Origin:
         self._children = {path: [*m._modules.values()] for path, m in self.modules.items()}
         self._forwards = {path: vars(m).get("forward") for path, m in self.modules.items()}
         self._known: list[Any] = [own.get(name) for _, own, _, name in self._tensors]
-        self._seen = [vars(read.owner).get(read.key, MISSING) for read in self._reads]
         self._values = [read.now() for read in self._reads]
+        self._seen = list(self._values)
         self._last: dict[str, float] = {}
         mutable = [(read, each) for read, each in zip(self._reads, self._values, strict=True)]
         self._contents = [(r, _snapshot(each)) for r, each in mutable if isinstance(each, _MUTABLE)]
@@ -117,12 +123,10 @@ class Origin:
             if forward is not self._forwards[path] and not _runs_layers(forward):
                 _refuse(f"the forward of {path or 'the model'} was replaced")
         for k, read in enumerate(self._reads):
-            seen = vars(read.owner).get(read.key, MISSING)
-            if seen is not self._seen[k]:
-                now = read.now()
+            if (now := read.now()) is not self._seen[k]:
                 if not (alike(now, self._values[k]) or alike(now, read.value)):
                     _refuse_value(read.name, self._values[k], now)
-                self._seen[k] = seen
+                self._seen[k] = now
         for read, then in self._contents:
             if (found := _snapshot(read.now())) != then:
                 _refuse_value(read.name, then, found)

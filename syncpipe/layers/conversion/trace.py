@@ -21,7 +21,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from types import FrameType, MethodType, SimpleNamespace
+from types import FrameType, MemberDescriptorType, MethodType, SimpleNamespace
 from typing import Any, ClassVar, NamedTuple, TypeVar
 
 import torch
@@ -105,15 +105,14 @@ class _Write:
     own: bool
     read_before: bool
     fault: Whole
-    read_again: bool = False
     changed: bool = False
+    readers: set[_Call] = dataclasses.field(default_factory=set)
 
 
 class _Inlined(NamedTuple):
     """What went into a call of an inlined module, and what came out of it."""
 
-    args: Any
-    kwargs: dict[str, Any]
+    given: tuple[Any, dict[str, Any]]
     result: Any
     line: str
     grad: bool
@@ -147,11 +146,27 @@ def _check_pieces(pieces: Sequence[Any], traced: int, line: str) -> None:
     _check(len(pieces), traced, line)
 
 
+def _check_form(result: Any, traced: str, path: str) -> None:
+    _check(_form(result), traced, f"what {path} returns")
+
+
+def _form(value: Any) -> str:
+    """What Python could decide by in the result of a module, besides numbers."""
+    if isinstance(value, (bool, str, type(None))):
+        return repr(value)
+    kind, parts = type(value).__name__, _parts(value)
+    if isinstance(value, Tensor) or parts is None:
+        return "Tensor" if isinstance(value, Tensor) else kind
+    return f"{kind}({', '.join(f'{key}: {_form(each)}' for key, each in parts.items())})"
+
+
 #: Raises if Python would decide otherwise than in the trace.
 guard = Function(_check, "guard")
 #: Raises if a function (for example ``split``) returns another number of tensors.
 _pieces = Function(_check_pieces, "pieces")
-CHECKS = (guard, _pieces)
+#: Raises if a module returns None or a flag instead of a tensor, for example.
+_same_form = Function(_check_form, "same_form")
+CHECKS = (guard, _pieces, _same_form)
 
 
 # Trees of values
@@ -199,6 +214,13 @@ def _parts(value: Any) -> dict[Any, Any] | None:
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         return {f.name: getattr(value, f.name) for f in dataclasses.fields(value) if f.init}
     return dict(value) if isinstance(value, Mapping) else None
+
+
+def _copied(tree: Any) -> Any:
+    """A tree with tuples, lists and dicts of its own, for code may change these."""
+    if type(tree) in (tuple, list):
+        return type(tree)(map(_copied, tree))
+    return {key: _copied(each) for key, each in tree.items()} if type(tree) is dict else tree
 
 
 def _refuse(cls: type, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -329,6 +351,7 @@ class Tracer(TorchFunctionMode):
         self.watched = {id(module): path for module, path in paths.items()}
         self._numbers, self._dtypes = dict[str, Any](), list[tuple[torch.dtype, fx.Node]]()
         self._writes: dict[tuple[int, str], _Write] = {}
+        self.untraced_reads = set[tuple[int, str]]()  # in leaf modules
         self._nodes: dict[int, fx.Node] = {}
         self._paused, self._thread = False, threading.get_ident()
         self._mode, self._python_random = _mode(self._device), random.getstate()
@@ -387,51 +410,46 @@ class Tracer(TorchFunctionMode):
         outer = [call for call in new if not any(call[:k] in new for k in range(1, len(call)))]
         if any(self._in_leaf(write.path) for write in self._writes.values()):
             return False
-        kept = [self._keep(call) for call in outer]
-        self.nodes = [node for node in self._graph.nodes if node.op != "get_attr"]
-        return all(kept)
+        return all(self._keep(call) for call in outer)
 
     def _keep(self, call: _Call) -> bool:
         def within(other: _Call) -> bool:
             return other[: len(call)] == call
 
-        entry = self._inlined[call]
-        nodes = (node for node in self._graph.nodes if node.op != "get_attr")
-        inside = {node: None for node in nodes if within(node.meta["call"])}
-        leaves, given = flatten(entry.result)[0], flatten((entry.args, entry.kwargs))[0]
+        given, result, line, grad = self._inlined[call]
+        inside = {node: None for node in self.nodes if within(node.meta["call"])}
+        leaves, used = flatten(result)[0], list[fx.Node]()
         results: dict[int, Any] = {
             id(t): self._nodes.get(id(t)) for t in leaves if isinstance(t, Tensor)
         }
-        outside = {used for node in inside for used in node.all_input_nodes} - inside.keys()
-        written = {used for n in inside if n.meta["writes"] for used in n.all_input_nodes}
+        outside = {each for node in inside for each in node.all_input_nodes} - inside.keys()
+        written = {each for n in inside if n.meta["writes"] for each in n.all_input_nodes}
+        try:
+            args, kwargs = map_tree(self._known, given, _refuse)
+        except LookupError:
+            return False
+        fx.node.map_arg((args, kwargs), used.append)
         if (
             not results
             or not {*results.values()} <= inside.keys()
             or any(_varies(leaf) for leaf in leaves if id(leaf) not in results)
-            or any(isinstance(leaf, torch.dtype) for leaf in given)
-            or any(type(value) in (list, dict) for value in (*entry.args, *entry.kwargs.values()))
-            or any(within(write.call) for write in self._writes.values())
+            or any(isinstance(leaf, torch.dtype) for leaf in flatten(given)[0])
+            or any(within(at) for w in self._writes.values() for at in (w.call, *w.readers))
             or _memory(written) & _memory(outside)
+            or inside.keys() & used
             or any(n.users.keys() - inside.keys() for n in inside if n not in results.values())
         ):
             return False
-        used, first = list[fx.Node](), next(iter(inside))
-        try:
-            args, kwargs = map_tree(self._known, (entry.args, entry.kwargs), _refuse)
-        except LookupError:
-            return False
-        fx.node.map_arg((args, kwargs), used.append)
-        if any(node.meta["at"] >= first.meta["at"] for node in used):
-            return False
         self._call = call[:-1]
+        first = next(iter(inside))
         with self._graph.inserting_before(first):
             key = (*call[:-1], call[-1][0])
             node = new = self._add("call_module", call[-1][1], args, kwargs, key=key)
             for leaf in leaves:
                 self._nodes.pop(id(leaf), None)
-            self._with_nodes(node, entry.result, [])
+            self._with_nodes(node, result, [])
         while new is not first:
-            new.meta.update(line=entry.line, grad=entry.grad, at=first.meta["at"])
+            new.meta.update(line=line, grad=grad, at=first.meta["at"])
             new = new.next
         seconds = sum(each.meta.get("seconds", 0.0) for each in inside)
         node.meta.update(pure=False, seconds=seconds)
@@ -445,6 +463,7 @@ class Tracer(TorchFunctionMode):
             ]
         for old in reversed(inside):
             self._graph.erase_node(old)
+        self.nodes = [node for node in self._graph.nodes if node.op != "get_attr"]
         self._inlined = {at: each for at, each in self._inlined.items() if not within(at)}
         self._faults = [each for each in self._faults if not within(each[0])]
         self.modes = [each for each in self.modes if not within(each[1])]
@@ -518,11 +537,11 @@ class Tracer(TorchFunctionMode):
         self._call = inner = (*outer, (self.steps[outer], path))
         self.steps[outer] += 1
         self.steps[inner] = 0
-        line, grad = line_in_model(), torch.is_grad_enabled()
+        given, line, grad = _copied((args, kwargs)), line_in_model(), torch.is_grad_enabled()
         try:
             result = call(module, *args, **kwargs)
             if _mode(self._device) == self._mode:
-                self._inlined[inner] = _Inlined(args, kwargs, result, line, grad)
+                self._inlined[inner] = _Inlined(given, _copied(result), line, grad)
             return result
         finally:
             self._check_draws()
@@ -543,7 +562,7 @@ class Tracer(TorchFunctionMode):
         # The reads inside of properties and methods are recorded themselves.
         written = self._writes.get((id(owner), key))
         if written is not None:
-            written.read_again = True
+            written.readers.add(self._call)
         if attribute(owner, key) is not value or written is not None:
             return value
         name = ".".join(filter(None, (path, key)))
@@ -604,11 +623,18 @@ class Tracer(TorchFunctionMode):
         return written
 
     def _add_object(self, value: Any, name: str) -> None:
-        """Record reads from an object that is an attribute (for example a config)."""
+        """Record reads from an object that is an attribute, or in one (for example a config)."""
         kind = type(value)
-        if id(value) in self.watched or not hasattr(value, "__dict__") or callable(value):
+        if id(value) in self.watched:
             return
-        if isinstance(value, (type, Tensor, enum.Enum)) or kind.__module__.startswith("torch"):
+        if kind in (list, tuple, dict):
+            self.watched[id(value)] = name
+            for key, each in _parts(value).items():  # type: ignore[union-attr]
+                self._add_object(each, f"{name}[{key!r}]")
+        own = hasattr(value, "__dict__") or hasattr(kind, "__slots__")
+        if not own or callable(value) or kind.__module__.startswith("torch"):
+            return
+        if isinstance(value, (type, tuple, Tensor, enum.Enum)):
             return
         with suppress(TypeError):  # a type that cannot be patched
             self.watched[id(value)] = name
@@ -623,7 +649,8 @@ class Tracer(TorchFunctionMode):
             if self._in_leaf(path):
                 what = f"its forward sets {name}, of a module that is called as it is"
             whole = Whole(self._call[-1][1], line_in_model(), what)
-            own, read = key in vars(owner), name in self.reads
+            slot = isinstance(getattr(type(owner), key, None), MemberDescriptorType)
+            own, read = slot or key in vars(owner), name in self.reads
             self._writes[at] = _Write(self._call, path, owner, key, before, own, read, whole)
         self._paused = True
         self._writes[at].changed |= not alike(value, before)
@@ -636,16 +663,16 @@ class Tracer(TorchFunctionMode):
         module may read it in its forward.
         """
         called = [f"{node.target}." for node in self._graph.nodes if node.op == "call_module"]
-        for each in self._writes.values():
+        for at, each in self._writes.items():
             now = attribute(each.owner, each.key)
             same = not self._from_input(now) and alike(now, each.before)
-            in_called = f"{each.path}.".startswith(tuple(called))
-            if (each.changed and in_called) or (
-                not same and (each.read_before or not each.read_again)
-            ):
+            untraced = at in self.untraced_reads or f"{each.path}.".startswith(tuple(called))
+            if (each.changed and untraced) or (not same and (each.read_before or not each.readers)):
                 self._faults.append((each.call, each.fault))
-            if each.own:
-                vars(each.owner)[each.key] = each.before
+            if each.own and each.before is not MISSING:
+                object.__setattr__(each.owner, each.key, each.before)
+            elif each.own:
+                object.__delattr__(each.owner, each.key)
             else:
                 vars(each.owner).pop(each.key, None)
 
@@ -798,6 +825,9 @@ class Tracer(TorchFunctionMode):
 
     def _with_nodes(self, node: fx.Node, result: Any, written: list[Tensor]) -> Any:
         """Register the result of a node, and return it with nodes for its numbers."""
+        if node.op == "call_module" and not isinstance(result, Tensor):
+            key, given = (*node.meta["key"], "form"), (node, _form(result), node.target)
+            self._add("call_function", _same_form, given, key=key).meta["pure"] = False
         if isinstance(result, Tensor):
             if self._node_of(result) and not any(result is tensor for tensor in written):
                 result = _alias(result)  # the function returned its argument
@@ -898,7 +928,7 @@ class Tracer(TorchFunctionMode):
 
     def _lift(self, tree: Any) -> Any:
         """A tree of values with each value replaced by its node."""
-        return map_tree(self._lifted, tree, self._build)
+        return map_tree(self._lifted, _copied(tree), self._build)
 
     def _build(self, cls: type, args: tuple[Any, ...], kwargs: dict[str, Any]) -> fx.Node:
         """A node that makes a dataclass, named tuple or mapping."""
@@ -1004,6 +1034,7 @@ def _trace_get(get: Callable[..., Any]) -> Callable[..., Any]:
         if key == "training" and not _is_library(sys._getframe(1).f_code.co_filename):
             trace.mode_matters = True
         if trace.idle or id(owner) not in trace.watched:
+            trace.untraced_reads.add((id(owner), key))
             return get(owner, key)
         try:
             value = get(owner, key)

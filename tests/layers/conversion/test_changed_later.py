@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import gc
 import math
 import pickle
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -102,6 +104,32 @@ def test_is_followed(name):
     loss = pipe.train_batch(X, loss_fn=lambda y: y.square().mean())
     assert torch.allclose(loss, model(X).square().mean().detach())
     assert torch.allclose(pipe.eval_batch(X), model(X), atol=1e-6)
+
+
+@dataclasses.dataclass(slots=True)
+class Slots:
+    power: int = 2
+
+
+def only(held: Any) -> Any:
+    """The config in containers with one entry."""
+    while isinstance(held, (list, tuple, dict)):
+        (held,) = held.values() if isinstance(held, dict) else held
+    return held
+
+
+@pytest.mark.parametrize("held", [lambda c: c, lambda c: [c], lambda c: {"a": (c,)}])
+@pytest.mark.parametrize("config", [Slots, partial(Config, power=2)])
+def test_a_config_with_slots_or_in_a_container_is_not_changed_in_silence(config, held):
+    config = config()
+
+    def between(m: Any, x: Tensor) -> Tensor:
+        return x ** only(m.held).power
+
+    _, pipe = converted(doing(between, held=held(config)))
+    config.power = 3
+    with pytest.raises(ValueError, match=r"power was 2 and is 3"):
+        pipe(X)
 
 
 @pytest.mark.parametrize("change", ["up", "down"])
@@ -349,6 +377,29 @@ def test_state_that_a_child_or_an_object_has_within_a_call_is_followed(kept):
         assert torch.allclose(pipe(x), model(x), atol=1e-6)
 
 
+class LooksUp(nn.Module):
+    """Reads what the model has set, also as it decides by a size (``asks``)."""
+
+    def __init__(self, levels: Levels, asks: bool) -> None:
+        super().__init__()
+        self.levels, self.asks = [levels], asks
+        if asks:
+            self.inner = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.asks:
+            x = self.inner(x) if x.shape[0] > 1 else -self.inner(x)
+        return self.levels[0].look_up(x)
+
+
+def looks_up(asks: bool) -> nn.Module:
+    def between(m: Any, x: Tensor) -> Tensor:
+        m.kept.build(x)
+        return m.part(m.kept.look_up(x))
+
+    return doing(between, kept=(kept := Levels()), part=LooksUp(kept, asks))
+
+
 def remembers(m: Any, x: Tensor) -> Tensor:
     m.last = x.mean()
     return x
@@ -380,6 +431,8 @@ def doing(forward: Any, **attributes: Any) -> nn.Module:
         (Recurrent(whole=False, resets=False), r"calls cell several times, which keeps state"),
         (doing(remembers), r"sets the attribute last:\n .*m\.last = x\.mean"),
         (doing(grows, offset=torch.zeros(())), r"sets the attribute offset:\n"),
+        (looks_up(asks=False), r"sets the attribute kept\.levels:\n"),
+        (looks_up(asks=True), r"sets the attribute kept\.levels:\n"),
         (doing(freezes), r"sets b\.training, of a module .*\n .*m\.b\.eval"),
     ],
 )

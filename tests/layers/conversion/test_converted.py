@@ -604,6 +604,56 @@ def test_a_module_is_left_whole_in_the_runs_that_showed_why():
     assert torch.equal(layers(x[:, :3]), model(x[:, :3]))
 
 
+class Returns(nn.Module):
+    """Also returns what it decided by a value."""
+
+    def __init__(self, decided):
+        super().__init__()
+        self.decided = decided
+
+    def forward(self, x):
+        return x, self.decided(x, bool(x.sum() > 0))
+
+
+@pytest.mark.parametrize(
+    "decided",
+    [
+        lambda _, yes: yes,
+        lambda _, yes: "yes" * yes,
+        lambda _, yes: None if yes else [None],
+        lambda x, yes: [x] * yes,
+        lambda x, yes: {"yes": x} if yes else {},
+    ],
+)
+def test_a_flag_that_a_module_returns_is_checked_in_every_call(decided):
+    model = Does(lambda m, x: m.b(m.a(x)) * (2 if m.part(x)[1] else 3), part=Returns(decided))
+    layers = sequential(model, x := torch.rand(3, 4))
+    assert torch.equal(layers(x[:2]), model(x[:2]))
+    with pytest.raises(ValueError, match=r"this was .*; here it is .*\n.*what part returns"):
+        layers(-x)
+
+
+class Changes(Asks):
+    """Takes the last entry out of a list, and adds what it returns to another one."""
+
+    def forward(self, values, kept):
+        x = super().forward(values[0].pop())
+        kept[0].append(x)
+        return x
+
+
+def test_lists_that_a_module_changes_are_given_as_they_were():
+    def forward(m: Any, x: Tensor) -> Tensor:
+        values, kept = [x, m.a(x)], list[Tensor]()
+        m.part((values,), (kept,))
+        return m.b(kept[0] + values[-1] * len(values))
+
+    model = Does(forward, part=Changes())
+    layers = sequential(model, x := torch.rand(2, 6, 4))
+    for given in (x, x[:, :3]):
+        assert torch.equal(layers(given), model(given))
+
+
 @pytest.mark.parametrize("first", [nn.Linear(4, 4), nn.LayerNorm(4)])
 def test_no_run_for_a_size_that_a_weight_has(first):
     """The features of the input are not varied, because a module refuses any other number."""
