@@ -179,17 +179,21 @@ def alike(a: Any, b: Any) -> bool:
     return same_value(a, b) or (type(a) is type(b) and isinstance(a, PLAIN) and bool(a == b))
 
 
-def _snapshot(value: Any) -> Any:
-    """A comparable copy of a container: other objects in it are compared by identity."""
+def _snapshot(value: Any, outer: tuple[Any, ...] = ()) -> Any:
+    """A comparable copy of a container: other objects in it are compared by identity, and the
+    containers around it (``outer``) by their depth."""
     if isinstance(value, SimpleNamespace):
         value = vars(value)
+    for depth, each in enumerate(outer):
+        if each is value:
+            return depth
     if isinstance(value, (list, tuple, set, dict)):
         if len(value) > _ENTRIES:
             return len(value)
         if isinstance(value, set):
             return frozenset(value)  # in any order
         items = value.items() if isinstance(value, dict) else enumerate(value)
-        return {key: _snapshot(each) for key, each in items}
+        return {key: _snapshot(each, (*outer, value)) for key, each in items}
     return value if isinstance(value, PLAIN) else _Identity(value)
 
 

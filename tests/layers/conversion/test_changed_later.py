@@ -132,6 +132,16 @@ def test_a_config_with_slots_or_in_a_container_is_not_changed_in_silence(config,
         pipe(X)
 
 
+def test_a_list_in_itself_is_compared_like_others():
+    held: list[Any] = [2.0]
+    held.append(held)
+    _, pipe = converted(doing(lambda m, x: x * m.held[0], held=held))
+    pipe(X)
+    held[0] = 3.0
+    with pytest.raises(ValueError, match=r"held was"):
+        pipe(X)
+
+
 @pytest.mark.parametrize("change", ["up", "down"])
 def test_numbers_of_which_only_the_ratio_counts_are_refused(change):
     model = doing(lambda m, x: x * math.log(m.up / m.down), up=3.0, down=2.0)
