@@ -114,6 +114,7 @@ class _Inlined(NamedTuple):
 
     given: tuple[Any, dict[str, Any]]
     result: Any
+    form: str
     line: str
     grad: bool
 
@@ -218,9 +219,12 @@ def _parts(value: Any) -> dict[Any, Any] | None:
 
 def _copied(tree: Any) -> Any:
     """A tree with tuples, lists and dicts of its own, for code may change these."""
-    if type(tree) in (tuple, list):
-        return type(tree)(map(_copied, tree))
-    return {key: _copied(each) for key, each in tree.items()} if type(tree) is dict else tree
+    kind = type(tree)
+    if kind is tuple and not any(type(each) in (tuple, list, dict) for each in tree):
+        return tree  # the most frequent one
+    if kind is tuple or kind is list:
+        return kind(map(_copied, tree))
+    return {key: _copied(each) for key, each in tree.items()} if kind is dict else tree
 
 
 def _refuse(cls: type, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -416,7 +420,7 @@ class Tracer(TorchFunctionMode):
         def within(other: _Call) -> bool:
             return other[: len(call)] == call
 
-        given, result, line, grad = self._inlined[call]
+        given, result, form, line, grad = self._inlined[call]
         inside = {node: None for node in self.nodes if within(node.meta["call"])}
         leaves, used = flatten(result)[0], list[fx.Node]()
         results: dict[int, Any] = {
@@ -447,7 +451,7 @@ class Tracer(TorchFunctionMode):
             node = new = self._add("call_module", call[-1][1], args, kwargs, key=key)
             for leaf in leaves:
                 self._nodes.pop(id(leaf), None)
-            self._with_nodes(node, result, [])
+            self._with_nodes(node, result, [], form)
         while new is not first:
             new.meta.update(line=line, grad=grad, at=first.meta["at"])
             new = new.next
@@ -541,7 +545,7 @@ class Tracer(TorchFunctionMode):
         try:
             result = call(module, *args, **kwargs)
             if _mode(self._device) == self._mode:
-                self._inlined[inner] = _Inlined(given, _copied(result), line, grad)
+                self._inlined[inner] = _Inlined(given, _copied(result), _form(result), line, grad)
             return result
         finally:
             self._check_draws()
@@ -823,10 +827,13 @@ class Tracer(TorchFunctionMode):
             self._add("call_function", _pieces, (node, len(result), line_in_model()))
         return self._with_nodes(node, result, written)
 
-    def _with_nodes(self, node: fx.Node, result: Any, written: list[Tensor]) -> Any:
-        """Register the result of a node, and return it with nodes for its numbers."""
+    def _with_nodes(
+        self, node: fx.Node, result: Any, written: list[Tensor], form: str | None = None
+    ) -> Any:
+        """Register the result of a node, and return it with nodes for its numbers; ``form`` is
+        that of a result that was changed since."""
         if node.op == "call_module" and not isinstance(result, Tensor):
-            key, given = (*node.meta["key"], "form"), (node, _form(result), node.target)
+            key, given = (*node.meta["key"], "form"), (node, form or _form(result), node.target)
             self._add("call_function", _same_form, given, key=key).meta["pure"] = False
         if isinstance(result, Tensor):
             if self._node_of(result) and not any(result is tensor for tensor in written):

@@ -263,6 +263,24 @@ class Halves(Pair):
         return y if y.shape[1] > 1 else -y
 
 
+@dataclass
+class Noted:
+    value: Tensor
+    note: str | None = None
+
+
+class HalvesNoted(Halves):
+    def forward(self, x: Tensor) -> Any:
+        return Noted(super().forward(x))
+
+
+def notes(m: Any, x: Tensor) -> Tensor:
+    """Changes an object that a module left whole has returned."""
+    noted = m.halves(m.a(x))
+    noted.note = "seen"
+    return m.b(noted.value)
+
+
 def mapping_of(kind: Any) -> nn.Module:
     def forward(m: Any, x: Tensor) -> Any:
         result = kind()
@@ -447,6 +465,7 @@ CASES = {
     ),
     "own call": Case(lambda: nn.Sequential(Pair(), Doubles(4, 4)), rows(), 3),
     "stays in evaluation": Case(lambda: nn.Sequential(Pair(), Stays(), Freezes()), rows(), 4),
+    "notes something in a result": Case(lambda: Does(notes, halves=HalvesNoted()), rows(), 3),
     "a module called output": Case(
         lambda: Does(lambda m, x: UserDict(y=m.output(m.a(x))), output=nn.Linear(4, 4)), rows(), 2
     ),
