@@ -250,7 +250,13 @@ class Life:
             return
         if not Chain.takes(names) or (self._hooked and _unhookable(kind)):
             return
-        ties = tuple(tie for tie in self.model.ties if k not in tie[:2])
+        through = [tie for tie in self.model.ties if k in tie[:2]]  # the others stay tied
+        others = sorted({j for tie in through for j in tie[:2]} - {k})
+        whole = all(tie[2] for tie in through)
+        ties = (
+            *(tie for tie in self.model.ties if tie not in through),
+            *((first, second, whole) for first, second in pairwise(others)),
+        )
         made = Model((kind,), self.model.seed + self.k + 1)
         new, other = made.build(), made.build()
         for module in (new, other):
