@@ -150,7 +150,7 @@ class Stage:
             self._units = spans, list(self._cut(spans))
             # Backward recomputes units, so the stage's lock must come before those of generators.
             self.changes.needs_lock = True
-        return self._units[1]
+        return [(unit, again and not unit.renorms) for unit, again in self._units[1]]
 
     def _cut(self, spans: tuple[tuple[int, int], ...]) -> Iterator[tuple[Stage, bool]]:
         ends = [0, *[end for span in spans for end in span], len(self.names)]
@@ -169,5 +169,4 @@ class Stage:
                 stashes = [key for key in stashes if key not in skips.popped]
                 stashes += skips.stashed
             names, at = self.names[first:last], self.first + first
-            unit = Stage(self.j, part, names, at, self.device, pops, stashes, self)
-            yield unit, n % 2 == 1 and not unit.renorms
+            yield Stage(self.j, part, names, at, self.device, pops, stashes, self), n % 2 == 1

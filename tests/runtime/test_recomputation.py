@@ -478,6 +478,18 @@ def test_rows_that_are_shortened_once_more_by_their_last_bit(wrap, make, mode):
     assert_same(*tensors)
 
 
+@pytest.mark.parametrize("mode", ["always", [0], [0, 1]])
+def test_an_embedding_may_begin_to_shorten_rows_between_calls(mode):
+    layers = nn.Sequential(nn.Embedding(8, 4), nn.Linear(4, 8))
+    x, results = torch.arange(8), []
+    for max_norms in (None, 0.5), (0.5,):
+        pipe = Pipe(copy.deepcopy(layers), [2], devices=["cpu:0"], chunks=4, checkpoint=mode)
+        for pipe[0].max_norm in max_norms:
+            loss = pipe.train_batch(x, loss_fn=lambda y: y.square().mean(), schedule="gpipe")
+        results.append(loss)
+    assert torch.equal(*results)
+
+
 @pytest.mark.parametrize("mode", ["always", "except_last", "never", [1], [0, 1], Selective([])])
 def test_rows_that_are_shortened_after_another_layer_read_them_are_refused(mode):
     layers = nn.Sequential(nn.Embedding(8, 4, max_norm=0.5), nn.Linear(4, 8, bias=False))
