@@ -93,10 +93,10 @@ def save(module: nn.Module, path: str | os.PathLike[str], *, shard_size: float =
         shard_size: the most bytes of a file, or of its single larger tensor, and of host memory.
 
     Raises:
-        TypeError: an entry of the state is not a tensor.
+        TypeError: an entry of the state is not a tensor, or has a dtype that safetensors lack.
         ValueError: a tensor is on ``meta``, or ``shard_size`` is not a positive number.
     """
-    save_file = _safetensors().torch.save_file
+    torch_files = _safetensors().torch
     if not (isinstance(shard_size, int | float) and shard_size > 0):
         raise ValueError(f"shard_size={shard_size!r}: give the bytes of a file, such as 5e9")
     shards: list[dict[str, Tensor]] = [{}]
@@ -107,6 +107,10 @@ def save(module: nn.Module, path: str | os.PathLike[str], *, shard_size: float =
             raise TypeError(f"{name} is a {type(tensor).__name__}: safetensors hold tensors only")
         if tensor.is_meta:
             raise ValueError(f"{name} is on meta, and has no values to save")
+        try:
+            torch_files.save({name: torch.empty(0, dtype=tensor.dtype)})
+        except KeyError as error:
+            raise TypeError(f"{name} is {tensor.dtype}, which safetensors cannot hold") from error
         place = (
             tensor.device, tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype,
             tensor.is_conj(), tensor.is_neg(),
@@ -128,7 +132,7 @@ def save(module: nn.Module, path: str | os.PathLike[str], *, shard_size: float =
         here = {n: t.detach().to("cpu", memory_format=torch.contiguous_format, copy=True)
                 for n, t in shard.items()}  # fmt: skip
         written.append(folder / f"{file}.part")
-        save_file(here, written[-1], metadata={"format": "pt"})
+        torch_files.save_file(here, written[-1], metadata={"format": "pt"})
         files.update(dict.fromkeys(shard, file))
     # An earlier checkpoint stays whole until here, and never becomes a mixture of two.
     for name in _ONE, _INDEX:

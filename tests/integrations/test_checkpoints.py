@@ -302,6 +302,7 @@ class More(nn.Linear):
     [
         (listed("meta"), {}, ValueError, r"0\.weight is on meta"),
         (More(2, 2), {}, TypeError, "_extra_state is a dict"),
+        (nn.Linear(2, 2, dtype=torch.complex128), {}, TypeError, "weight is torch.complex128"),
         *((listed(), {"shard_size": size}, ValueError, f"shard_size={size!r}: .* such as 5e9")
           for size in ("5GB", 0, -1, float("nan"))),
     ],
