@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from syncpipe import Pipe
 from syncpipe.runtime.streams import same_memory
+from syncpipe.runtime.worker import Worker
 from tests.accelerators import four
 from tests.accelerators.four import ROWS, SHAPES, WIDTH, pipe_of
 from tests.support import accelerator as acc
@@ -39,6 +40,17 @@ def test_results_are_on_the_last_device_and_parameters_on_the_first_of_their_sta
         for p in partition.parameters():
             assert same_memory(p.device, pipe.devices[first])
         first += count
+
+
+def test_what_replicas_give_back_of_their_input_may_be_overwritten_at_once():
+    """The copy to the device of the results reads memory of the caller's."""
+    devices = [acc.device(0), acc.device(1)]
+    pipe = Pipe(nn.Sequential(nn.Identity()), [1], replicas=2, devices=devices, chunks=2)
+    x = torch.ones(4, 2, device=devices[0])
+    with torch.no_grad():
+        output = pipe(x)
+        x.zero_()
+    assert output.cpu().equal(torch.ones(4, 2))
 
 
 # --- tied weights --------------------------------------------------------------------------------
@@ -85,6 +97,19 @@ def test_a_copy_is_made_once_a_call_and_is_what_the_weight_is_now():
             output, weight = pipe(x).cpu(), embedding.weight.cpu()
             torch.testing.assert_close(output, weight[:6] @ weight.t())
             assert head.copies() == 1
+
+
+def test_a_copy_waits_for_the_callers_update_where_workers_have_streams_of_their_own():
+    first, last = nn.Linear(4, 4), nn.Linear(4, 4)
+    last.weight = first.weight
+    workers = [Worker(acc.device(0)), Worker(acc.device(1))]
+    pipe = Pipe(nn.Sequential(first, last), [1, 1], devices=workers, chunks=2)
+    x = torch.randn(4, 4, device=acc.device(0))
+    acc.synchronize()
+    for _ in range(2):
+        with torch.no_grad():
+            first.weight.mul_(0.5)
+        pipe.eval_batch(x)
 
 
 def test_what_is_tied_or_untied_later_moves_to_its_device():
