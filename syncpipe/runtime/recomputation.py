@@ -248,16 +248,22 @@ def _sums(buffer: Tensor | None) -> Tensor | None:
 
 
 class Recomputation:
-    """The forward and recomputation of a cell, both under the stage's lock. Notes the buffers."""
+    """The forward and recomputation of a cell, both under the stage's lock. Notes the buffers.
 
-    cell: Callable[[Any], Any]  #: computes the cell again from a tree of inputs
+    ``run`` computes the cell from this object, whether it is recomputed, and a tree of inputs.
+    """
+
+    saved: Any = None  #: the results that a policy saves
     mutates_inputs = False  #: whether the cell writes into its inputs
     stored: Counter[Any] | None = None  #: what the forward stored; None: not compared
     keeps_graph = False  #: whether a buffer's old value is lost, so that backward needs the graph
 
-    def __init__(self, modules: ModuleState, where: object, *, may_keep: bool = False) -> None:
+    def __init__(
+        self, modules: ModuleState, where: object, run: Any = None, *, may_keep: bool = False
+    ) -> None:
         self.modules = self._first = modules  # replaced later if it is lazy
-        self._where, self._may_keep = where, may_keep
+        self._where, self._run, self._may_keep = where, run, may_keep
+        self.drawn: dict[int, Any] = {}  #: what layers drew (``drawing``)
         #: Large buffers and their versions. Without a copy old values are lost.
         self._noted: list[tuple[_Place, Tensor | None, int]] = []
         self._copies: dict[_Place, Tensor] = {}
@@ -288,9 +294,7 @@ class Recomputation:
             self._shared[place] = modules.copy_of_version(buffer, version)
         self._noted.append((place, buffer, version))
 
-    def forward(
-        self, run: Callable[[Any], Any], inputs: Any, shapes: bool | None, *, guard: bool = False
-    ) -> Any:
+    def forward(self, inputs: Any, shapes: bool | None, *, guard: bool = False) -> Any:
         """Runs the forward of the cell, and notes which buffers it changed.
 
         ``shapes``: whether to note the stored tensors with their shapes; None: not at all.
@@ -304,7 +308,7 @@ class Recomputation:
             sums = [_sums(buffer) for _, buffer, _ in self._noted]
         token = _CHECKPOINTING.set(True)
         try:
-            outputs = run(inputs)
+            outputs = self._run(self, False, inputs)
         finally:
             _CHECKPOINTING.reset(token)
         for thing, then in objects:
@@ -337,8 +341,8 @@ class Recomputation:
         self._first.note_changed(self._changed)
         self._changed |= untraced
 
-    def keep(self, cell: Callable[[Any], Any], inputs: Any) -> None:
-        self.cell, self.inputs = cell, inputs
+    def keep(self, inputs: Any) -> None:
+        self.inputs = inputs
         self._tracked = list(filterfalse(Tensor.is_inference, tensors_in(inputs)))
         self._versions = list(map(_VERSION, self._tracked))
 
@@ -357,7 +361,8 @@ class Recomputation:
             swaps = self.swaps(epoch, keep)
             if self.mutates_inputs:
                 inputs = map_tensors(clones, inputs)
-            outputs = with_swaps(swaps, partial(self.cell, inputs)) if swaps else self.cell(inputs)
+            run = partial(self._run, self, True, inputs)
+            outputs = with_swaps(swaps, run) if swaps else run()
         except BaseException as error:
             annotate(error, f"while recomputing {self._where}")
             raise

@@ -7,6 +7,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from functools import partial
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -31,13 +32,46 @@ from syncpipe.skip.store import current_store
 from syncpipe.stages.inplace import GuardedInputs, overlap_flags, own_memory
 from syncpipe.storage import storage_of
 
+_requires_grad = attrgetter("requires_grad")
 
-class Record:
-    """Facts that a forward notes for the recomputation of its cell."""
 
-    def __init__(self, policy: Selective | None) -> None:
-        self.drawn: dict[int, Any] = {}
-        self.saved = None if policy is None else (policy.contexts(), deque[list[Tensor]]())
+def recomputed(task: Any, r: int, inner: Any) -> Any:
+    """Runs the first micro-batches of a stage without storing."""
+    call, count = task.call, task.call.recomputed[r]
+    if not count:
+        return inner
+    forward = call.runs[r].recomputation.forward
+
+    def outer(i: int, cell: Any, inputs: Any) -> Any:
+        if i >= count:
+            return inner(i, cell, inputs)
+        outputs, recomputation = forward(i, cell.cut.enter(inputs), inputs, cell.owners)
+        if call.state.grad and any(map(_requires_grad, tensors_in(outputs))):
+            cell.recomputation = recomputation  # a frozen stage has no backward
+        return outputs
+
+    return outer
+
+
+def recompute(task: Any, r: int, i: int, messages: list[Any]) -> Sequence[Any]:
+    """The action that runs a cell again."""
+    call, cell = task.call, task.cells[r][i]
+    recomputation, cell.recomputation = cell.recomputation, None
+    if recomputation is None:
+        return []
+    given = cell.cut.enter(recomputation.inputs)
+    epoch, keep, run = call.user_code_epoch, task.keeps_graph, call.runs[r]
+    output, skips = run.recompute(recomputation, given, epoch, keep=keep)
+    values = [task.head.graph_outputs(output)] if task.last[r] else []
+    for edge in call.outgoing[r]:
+        values.append(output if edge.skip is None else skips[edge.skip])
+    if not cell.note_ends(values):
+        raise RuntimeError(
+            f"{run.stage.describe(i)} gave other outputs when it was recomputed. Its layers "
+            "must do the same both times. If one depends on a global or counts its calls, let "
+            "it ask syncpipe.is_recomputing(), or use checkpoint='never'."
+        )
+    return []
 
 
 class StageRecomputation:
@@ -58,30 +92,24 @@ class StageRecomputation:
 
         The recomputation is None if backward needs the graph: a layer's change cannot be undone.
         """
-        if self.modules is None:
-            self.modules = self._module_state()
         result: tuple[Any, Recomputation | None] = self.run.locked(
-            self._without_storing, self.modules, i, inputs, detached, owners, begun
+            self._without_storing, i, inputs, detached, owners, begun
         )
         return result
 
     def _without_storing(
-        self, modules: ModuleState, i: int, inputs: Any, detached: Any, owners: Sequence[int],
+        self, i: int, inputs: Any, detached: Any, owners: Sequence[int],
         begun: Callable[[Recomputation], None] | None,
     ) -> tuple[Any, Recomputation | None]:  # fmt: skip
         run, stage, where = self.run, self.stage, self.stage.describe(i)
-        record, may_keep = Record(self.policy), begun is None
-        cell = Recomputation(modules, where, may_keep=may_keep)
-
-        def compute(inputs: Any, recomputing: bool = False) -> Any:
-            if record.saved is None:
-                return run.run(i, inputs, record, recomputing)
-            run_cell = partial(run.run, i, inputs, record, recomputing)
-            return self._selectively(i, record, recomputing, run_cell)
-
+        modules = self.modules = self.modules or self._module_state()
+        may_keep = begun is None
+        cell = Recomputation(modules, where, partial(self._run, i), may_keep=may_keep)
+        if self.policy is not None:
+            cell.saved = self.policy.contexts(), deque()
         writes = run.writes or any(owners)
         if begun is not None:
-            cell.keep(partial(compute, recomputing=True), detached)
+            cell.keep(detached)
             cell.mutates_inputs = writes  # assumed until the forward has ended
             begun(cell)
         # The first cell of a call is compared with its recomputation, in the first call by shapes,
@@ -93,12 +121,12 @@ class StageRecomputation:
             shapes = stage.is_new(("stored", stage.partition.training))
         if writes:
             given = GuardedInputs(inputs, owners, copy=run.writes, kept=True)
-            outputs = cell.forward(compute, given.tree, shapes, guard=True)
+            outputs = cell.forward(given.tree, shapes, guard=True)
             cell.mutates_inputs = given.check_writes(where)
             if cell.mutates_inputs:
                 cell.stored = None
         else:
-            outputs = cell.forward(compute, inputs, shapes)
+            outputs = cell.forward(inputs, shapes)
         if self._new or modules.lazy:  # the forward may have made parameters
             self._new = False
             after = self._module_state()
@@ -107,24 +135,24 @@ class StageRecomputation:
         run.count()
         if cell.keeps_graph and may_keep:
             return outputs, None
-        cell.keep(partial(compute, recomputing=True), detached)
+        cell.keep(detached)
         return outputs, cell
 
     def _module_state(self) -> ModuleState:
         return ModuleState(self.stage.partition, self.stage.changes, self.run.substitute_of)
 
-    def _selectively(
-        self, i: int, record: Record, recomputing: bool, run: Callable[[], Any]
-    ) -> Any:
-        assert record.saved is not None
-        contexts, states = record.saved
+    def _run(self, i: int, cell: Recomputation, recomputing: bool, inputs: Any) -> Any:
+        """Runs a cell; with a policy, saves results of operations, or takes those saved."""
+        if cell.saved is None:
+            return self.run.run(i, inputs, cell, recomputing)
+        contexts, states = cell.saved
         with ExitStack() as around:
             # The recomputation would not find the forward's cached casts.
             around.callback(torch.set_autocast_cache_enabled, torch.is_autocast_cache_enabled())
             torch.set_autocast_cache_enabled(False)
             around.enter_context(contexts[recomputing])
             seen = around.enter_context(_SavedStates(self.stage, states, recomputing))
-            result = run()
+            result = self.run.run(i, inputs, cell, recomputing)
         if not recomputing:
             seen.check(getattr(contexts[0], "storage", None), self.stage.describe(i))
         return result

@@ -15,7 +15,7 @@ from syncpipe.runtime.engine import Run
 from syncpipe.runtime.recorder import as_range
 from syncpipe.stages.drawing import seeded
 from syncpipe.stages.inplace import in_place
-from syncpipe.training.recomputed import recompute, recomputed
+from syncpipe.stages.recompute import recompute, recomputed
 from syncpipe.training.shared import reduce, tied
 from syncpipe.training.weight_gradients import accumulate, split
 
