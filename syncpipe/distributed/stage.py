@@ -61,6 +61,7 @@ from syncpipe.skip.layout import inspect_layout
 from syncpipe.skip.store import use_store
 from syncpipe.stages.run import StageRun
 from syncpipe.stages.stage import Partition, Stage
+from syncpipe.stages.wrappers import draws
 from syncpipe.state import restoring_module
 from syncpipe.storage import clones
 from syncpipe.training.loss_check import LossCounts
@@ -205,7 +206,7 @@ class StageModule(Partition):
         store, run = dict(zip(self._arriving, skips, strict=True)), self.run
         try:
             with use_store(store):
-                layers = run.drawing.layers if run.drawing.may_draw else run.layers
+                layers = draws(run, run.layers)
                 value = layers(self._micro_batch, (value, ()), None, False)[0]
         except Exception as error:
             annotate(error, f"in {self._where}")

@@ -26,7 +26,7 @@ import threading
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
 from functools import cache, partial
-from itertools import zip_longest
+from itertools import chain, zip_longest
 from operator import methodcaller
 from types import MethodType
 from typing import Any, TypeVar
@@ -425,15 +425,8 @@ _leasing_lock = forkable_lock()
 
 def modules_that_draw(roots: Iterable[nn.Module]) -> list[nn.Module]:
     """PyTorch's modules that draw in training, in their own forward only."""
-    found: dict[nn.Module, None] = {}
-    pending: list[nn.Module | None] = [*roots]
-    while pending:  # each call does this, and ``modules()`` is several times slower
-        module = pending.pop()
-        if module is not None:
-            pending.extend(module._modules.values())
-            if type(module) in _DROPOUT:
-                found[module] = None
-    return [*found]
+    every = dict.fromkeys(chain.from_iterable(map(modules_of, roots)))
+    return [module for module in every if type(module) in _DROPOUT]
 
 
 def let_modules_hold(modules: Sequence[nn.Module], run: Callable[[], _T]) -> _T:

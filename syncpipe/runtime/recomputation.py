@@ -40,7 +40,7 @@ from syncpipe.data.trees import attributes_of, described, map_tensors, objects_i
 from syncpipe.runtime.errors import annotate
 from syncpipe.runtime.graph import nodes_of
 from syncpipe.runtime.interrupts import Swap, forkable_lock, with_swaps
-from syncpipe.storage import clones, is_slice, with_class_of
+from syncpipe.storage import clones, is_slice, modules_of, with_class_of
 
 _CHECKPOINTING: ContextVar[bool] = ContextVar("syncpipe_checkpointing", default=False)
 _RECOMPUTING: ContextVar[bool] = ContextVar("syncpipe_recomputing", default=False)
@@ -196,21 +196,13 @@ class ModuleState:
 
 def _walk(root: nn.Module) -> tuple[list[nn.Module], list[int]]:
     """All modules, and a list that differs if a mode, parameter or module was changed."""
-    modules: list[nn.Module] = []
+    modules = modules_of(root)
     signature: list[int] = []
-    seen: set[int] = set()
-    pending: list[nn.Module | None] = [root]
-    while pending:
-        module = pending.pop()
-        if module is None or id(module) in seen:
-            continue
-        seen.add(id(module))
-        modules.append(module)
+    for module in modules:
         signature += (id(module), module.training, id(module.__dict__.get(_NUMBERS)))
         for parameter in module._parameters.values():
             if parameter is not None:
                 signature += (id(parameter), parameter.requires_grad)
-        pending.extend(module._modules.values())
     return modules, signature
 
 

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 from torch import Tensor
 
-from syncpipe.layers.unpack import spread
 from syncpipe.runtime.random_numbers import (
     GeneratorLease,
     fingerprint,
@@ -38,6 +36,7 @@ class Drawing:
     draw again.
 
     Attributes:
+        deterministic: for each layer whether it never draws.
         draws: for each layer a bit mask of the generators that it draws from.
         backward_draws: bit mask of the generators that backwards draw from; None before the first.
         trusted: whether earlier calls supplied ``draws`` (for a replica), so that layers that do
@@ -51,37 +50,19 @@ class Drawing:
         self.trusted = False
         self._touches = False  # whether a forward read or set the state of a generator
         self._late = frozenset(self.stage.late_layers if run.grad else ())
-        self._deterministic = list(map(never_draws, self.stage.partition._modules.values()))
+        self.deterministic = list(map(never_draws, self.stage.partition._modules.values()))
 
     @property
     def may_draw(self) -> bool:
-        return not all(self._deterministic)
+        return not all(self.deterministic)
 
-    def layers(self, i: int, inputs: Any, record: Any, recomputing: bool) -> Any:
-        """As ``StageRun.layers``, with random numbers for the layers that may draw."""
-        run, stage, value = self.run, self.stage, inputs[0]
-        drawn = None if record is None else record.drawn
-        first = not recomputing and not run.forwards_done[0]
-        watch, unpack = first or drawn is not None, stage.partition.unpack
-        k, layer = 0, None
-        try:
-            for k, layer in enumerate(run.running._modules.values()):
-                call: Any = partial(spread, layer) if unpack else layer
-                if not self._deterministic[k] and (watch or self.draws[k] or k in self._late):
-                    value = self._drawing(i, k, call, value, first, drawn, recomputing)
-                else:
-                    value = call(value)
-        except BaseException as error:
-            run.explain(error, i, k, layer, value)
-            raise
-        return value, ()
-
-    def _drawing(
-        self, i: int, k: int, layer: Any, value: Any, first: bool, drawn: Drawn | None,
-        recomputing: bool,
-    ) -> Any:  # fmt: skip
+    def layer(self, i: int, k: int, call: Any, value: Any, record: Any, recomputing: bool) -> Any:
+        """Calls layer ``k``, which may draw, with random numbers of its own."""
+        drawn: Drawn | None = None if record is None else record.drawn
+        first, late = not recomputing and not self.run.forwards_done[0], k in self._late
+        if not (first or late or self.draws[k] or drawn is not None):
+            return call(value)
         stage, everything = self.stage, self.stage.generators.all
-        late = k in self._late
         # A trusted layer that holds the generators anyway is observed, too.
         known = self.trusted and not self.draws[k] & everything
         observe = not recomputing and (late or (first and not known))
@@ -95,7 +76,7 @@ class Drawing:
         if which:
             cell = (self.run.seed, stage.first + k, i)
             value, seen = run_seeded(
-                stage.generators, which, cell, layer, value, observe=observe,
+                stage.generators, which, cell, call, value, observe=observe,
                 module=stage.partition[k], mark=drawn is not None,
             )  # fmt: skip
             ends = seen.ends
@@ -107,7 +88,7 @@ class Drawing:
                 elif seen.draws:
                     stage.late_layers.add(k)
         else:
-            value = layer(value)
+            value = call(value)
         if drawn is not None and not recomputing:
             drawn[k] = self.draws[k], (fingerprint(value), ends)
         elif expected is not None and not _is_same(expected, (fingerprint(value), ends)):

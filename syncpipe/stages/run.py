@@ -10,7 +10,7 @@ plain stage pays nothing. Recomputation and borrowed inputs have paths of their 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, TypeVar
 
 from torch.autograd import profiler
@@ -132,12 +132,19 @@ class StageRun:
             run = wrap(self, run)
         return run
 
-    def layers(self, i: int, inputs: Inputs, record: Any, recomputing: bool) -> Inputs:
+    def layers(
+        self, i: int, inputs: Inputs, record: Any, recomputing: bool, draw: Any = None
+    ) -> Inputs:
+        """Runs the layers one after another; ``draw`` calls those that may draw random numbers."""
         value, k, layer = inputs[0], 0, None  # Ctrl-C may come before the first
-        unpack = self.partition.unpack
+        unpack, deterministic = self.partition.unpack, self.drawing.deterministic
         try:
-            for k, layer in enumerate(self.running._modules.values()):  # noqa: B007
-                value = spread(layer, value) if unpack else layer(value)
+            for k, layer in enumerate(self.running._modules.values()):
+                if draw is None or deterministic[k]:
+                    value = spread(layer, value) if unpack else layer(value)
+                else:
+                    call = partial(spread, layer) if unpack else layer
+                    value = draw(i, k, call, value, record, recomputing)
         except BaseException as error:
             self.explain(error, i, k, layer, value)
             raise
