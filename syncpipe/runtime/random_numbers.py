@@ -423,16 +423,16 @@ _leasing: dict[int, set[object]] = {}
 _leasing_lock = forkable_lock()
 
 
-def modules_that_draw(roots: Iterable[nn.Module]) -> list[nn.Module]:
-    """PyTorch's modules that draw in training, in their own forward only."""
+def let_modules_hold(roots: Iterable[nn.Module], run: Callable[[], _T]) -> _T:
+    """Runs a function that takes locks of stages, so this thread releases its generators.
+
+    Meanwhile PyTorch's own modules in ``roots`` that draw, in their own forward only, hold the
+    generators for that forward.
+    """
     every = dict.fromkeys(chain.from_iterable(map(modules_of, roots)))
-    return [module for module in every if type(module) in _DROPOUT]
-
-
-def let_modules_hold(modules: Sequence[nn.Module], run: Callable[[], _T]) -> _T:
-    """Runs a function while ``modules`` hold the generators for their own forwards."""
+    modules = [module for module in every if type(module) in _DROPOUT]
     if not modules:
-        return run()
+        return without_generators(run)
     call = object()
 
     def begin() -> _T:
@@ -441,7 +441,7 @@ def let_modules_hold(modules: Sequence[nn.Module], run: Callable[[], _T]) -> _T:
                 _leasing.setdefault(id(module), set()).add(call)
                 if module.__dict__.get(_CALL) is None:
                     module.__dict__[_CALL] = MethodType(_call, module)
-        return run()
+        return without_generators(run)
 
     def end() -> None:
         with _leasing_lock:

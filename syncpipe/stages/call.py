@@ -20,7 +20,7 @@ from torch import Tensor
 from syncpipe.data.trees import distinct, map_tensors, tensors_in
 from syncpipe.options import StageMode, recomputed_micro_batches
 from syncpipe.runtime.engine import RUNNING, Run
-from syncpipe.runtime.random_numbers import draw_seed, let_modules_hold, without_generators
+from syncpipe.runtime.random_numbers import draw_seed, let_modules_hold
 from syncpipe.runtime.recomputation import is_checkpointing, is_recomputing
 from syncpipe.runtime.recorder import Recorder
 from syncpipe.runtime.streams import AcceleratorStreams, DeviceStreams, accelerators, same_memory
@@ -194,10 +194,9 @@ class Call(StageRuns):
         try:
             for part in self.parts:
                 part.begin(steps)
-            # Locks of stages come before those of generators.
             run = partial(engine.run, steps, task.bind, self.state, inline=inline)
-            run = partial(let_modules_hold, self.pipeline.drawing_modules, run)
-            without_generators(run if inline else partial(restoring_process, run))
+            run = partial(let_modules_hold, self.pipeline.drawing, run)
+            run() if inline else restoring_process(run)
         finally:
             self.state.leave_devices()
             for part in self.parts:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from torch import Tensor
@@ -122,7 +123,7 @@ class Drawing:
             self._note_touches(seen)
         return result, seen.draws if draws is None else draws
 
-    def backward(self, i: int, run: Callable[..., Any], *args: Any) -> Any:
+    def backward(self, run: Callable[..., Any], i: int, cell: Any, grads: list[Any]) -> Any:
         """Runs the backward of cell ``(i, j)``, seeded if it may draw."""
         stage, draws = self.stage, self.backward_draws
         first = draws is None and not stage.backward_is_deterministic
@@ -131,12 +132,12 @@ class Drawing:
         elif draws is None:
             draws = self.backward_draws = stage.generators.all if self._touches else 0
         if not draws:
-            return run(*args)
-        cell = (self.run.seed + _BACKWARD, stage.first, i)
+            return run(i, cell, grads)
+        number = (self.run.seed + _BACKWARD, stage.first, i)
 
         def seeded() -> Any:
             result, seen = run_seeded(
-                stage.generators, draws, cell, lambda _: run(*args), None, observe=first
+                stage.generators, draws, number, partial(run, i, cell), grads, observe=first
             )
             if first:
                 self.backward_draws = stage.generators.all if self._touches else seen.draws
@@ -151,13 +152,7 @@ def seeded(task: Any, r: int, inner: Any) -> Any:
     own = task.call.runs[r].drawing
     if not own.may_draw and own.stage.backward_is_deterministic and not task.last[r]:
         return inner  # no layer can draw in its backward; on the last stage the loss may
-
-    def outer(i: int, cell: Any, grads: list[Any]) -> Any:
-        if own.backward_draws == 0:
-            return inner(i, cell, grads)
-        return own.backward(i, inner, i, cell, grads)
-
-    return outer
+    return partial(own.backward, inner)
 
 
 def comparison(run: Any, inner: Any) -> Any:

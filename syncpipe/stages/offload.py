@@ -81,14 +81,9 @@ class Offload(Part):
                 raise RuntimeError(
                     f"checkpoint='offload' cannot be used here ({disabled}): use 'never'"
                 )
-            copies = self._copies.setdefault(i, [])
-            try:
-                torch._C._autograd._push_saved_tensors_default_hooks(
-                    lambda tensor: self._pack(tensor, i, copies), UNPACK
-                )
+            pack = partial(self._pack, i, self._copies.setdefault(i, []))
+            with torch.autograd.graph.saved_tensors_hooks(pack, UNPACK):
                 return run(i, messages)
-            finally:
-                torch._C._autograd._pop_saved_tensors_default_hooks()
 
         return offloading
 
@@ -96,7 +91,7 @@ class Offload(Part):
         self.release_sources()
 
     def _pack(
-        self, tensor: Tensor, i: int, copies: list[weakref.ref[_Copy]]
+        self, i: int, copies: list[weakref.ref[_Copy]], tensor: Tensor
     ) -> Callable[[], Tensor]:
         """Packs a saved tensor; returns the function that unpacks it."""
         plain = (

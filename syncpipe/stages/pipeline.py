@@ -9,7 +9,6 @@ from typing import TypeVar
 from torch import nn
 
 from syncpipe.runtime.engine import Engine
-from syncpipe.runtime.random_numbers import modules_that_draw
 from syncpipe.runtime.recomputation import Changes
 from syncpipe.runtime.worker import Worker
 from syncpipe.schedules.schedule import Devices
@@ -38,6 +37,7 @@ class Pipeline:
         stages: the stages, then all other replicas, stage by stage.
         worker_of: for each of ``stages`` the index of its worker.
         placement: for each stage the index of its worker, or those of its replicas' workers.
+        drawing: the partitions whose modules may hold the CPU's generator for their own forwards.
         has_joined: whether outputs of several micro-batches were ever gathered.
         streaming: whether ``train_stream`` runs, so that stages have weights of different updates.
         changes: the changes of all modules, as far as ``create_graph`` must know.
@@ -80,7 +80,7 @@ class Pipeline:
                 (more if k else self.stages).append(stage)
             first = last
         self.stages += more
-        self._drawing = [s.partition for s in self.stages if s.generators.in_modules]
+        self.drawing = [s.partition for s in self.stages if s.generators.in_modules]
         self.engine = Engine(self.workers)
         self.has_joined = self.streaming = False
         self.training_lock, self.modes_lock = locks.training, locks.modes
@@ -99,11 +99,6 @@ class Pipeline:
     def with_modes(self, run: Callable[[], _T]) -> _T:
         """Runs a forward or backward of ``pipe(x)`` while no other thread evaluates."""
         return run() if self.engine.is_running() else self.modes_lock.using(run)
-
-    @property
-    def drawing_modules(self) -> list[nn.Module]:
-        """The current modules that hold the CPU's generator for their own forwards."""
-        return modules_that_draw(self._drawing)
 
     @property
     def on_cpu(self) -> bool:

@@ -8,7 +8,6 @@ recomputation uses ``torch.utils.checkpoint``.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import partial
 from typing import Any
 
 import torch
@@ -17,7 +16,7 @@ from torch.autograd import forward_ad
 from syncpipe.data.trees import map_tensors, tensors_in
 from syncpipe.options import StageMode
 from syncpipe.runtime.engine import RUNNING
-from syncpipe.runtime.random_numbers import let_modules_hold, without_generators
+from syncpipe.runtime.random_numbers import let_modules_hold
 from syncpipe.runtime.recomputation import is_checkpointing, is_recomputing
 from syncpipe.runtime.streams import same_memory
 from syncpipe.skip.store import SkipKey
@@ -104,6 +103,4 @@ def plain(
             found.append(value)
         return found
 
-    run_held = partial(let_modules_hold, pipeline.drawing_modules, run_all)
-    # For a call in another call's layer or loss: locks of stages come before those of generators.
-    return without_generators(run_held)
+    return let_modules_hold(pipeline.drawing, run_all)

@@ -22,10 +22,8 @@ from syncpipe.runtime.random_numbers import (
     holds_generators,
     is_random,
     let_modules_hold,
-    modules_that_draw,
     put_back_states,
     states_of,
-    without_generators,
 )
 from syncpipe.runtime.recomputation import ModuleState, Recomputation
 from syncpipe.skip.store import current_store
@@ -61,7 +59,7 @@ def recompute(task: Any, r: int, i: int, messages: list[Any]) -> Sequence[Any]:
         return []
     given = cell.cut.enter(recomputation.inputs)
     epoch, keep, run = call.user_code_epoch, task.keeps_graph, call.runs[r]
-    output, skips = run.recompute(recomputation, given, epoch, keep=keep)
+    output, skips = run.locked(recomputation, given, epoch, keep)
     values = [task.head.graph_outputs(output)] if task.last[r] else []
     for edge in call.outgoing[r]:
         values.append(output if edge.skip is None else skips[edge.skip])
@@ -178,11 +176,9 @@ class StageRecomputation:
                 recomputation.inputs,
             )
             epoch = torch._C._current_graph_task_id()
-            run_again = partial(self.run.recompute, recomputation, given, epoch, keep=True)
-            in_modules = self.stage.generators.in_modules
-            drawing = modules_that_draw([self.stage.partition]) if in_modules else []
-            # Locks of stages come before those of generators.
-            return without_generators(partial(let_modules_hold, drawing, run_again))
+            run_again = partial(self.run.locked, recomputation, given, epoch, True)
+            drawing = [self.stage.partition] if self.stage.generators.in_modules else []
+            return let_modules_hold(drawing, run_again)
 
         like = torch.empty(0, device=self.stage.device)  # shows `checkpoint` the device type
         try:

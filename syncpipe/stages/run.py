@@ -20,7 +20,7 @@ from syncpipe.layers.unpack import call_note, spread
 from syncpipe.options import ByLayer, StageMode
 from syncpipe.runtime.errors import annotate
 from syncpipe.runtime.interrupts import Swap
-from syncpipe.runtime.recomputation import OUTERMOST, Recomputation
+from syncpipe.runtime.recomputation import OUTERMOST
 from syncpipe.runtime.recorder import as_range
 from syncpipe.stages import drawing, recompute, wrappers
 from syncpipe.stages.inplace import GuardedInputs, may_write
@@ -101,13 +101,10 @@ class StageRun:
         return self.locked(self._guarded, i, inputs, owners)
 
     def _guarded(self, i: int, inputs: Inputs, owners: Sequence[int]) -> Inputs:
-        if not any(owners):
-            outputs = self.run(i, inputs, None, False)
-            self.count()
-            return outputs
-        given = GuardedInputs(inputs, owners, copy=self.writes)
-        outputs = self.run(i, given.tree, None, False)
-        given.check_writes(self.stage.describe(i))
+        given = GuardedInputs(inputs, owners, copy=self.writes) if any(owners) else None
+        outputs = self.run(i, inputs if given is None else given.tree, None, False)
+        if given is not None:
+            given.check_writes(self.stage.describe(i))
         self.count()
         return outputs
 
@@ -171,7 +168,3 @@ class StageRun:
                 return run(*args)
             finally:
                 OUTERMOST.reset(token)
-
-    def recompute(self, recomputation: Recomputation, *args: Any, keep: bool = False) -> Inputs:
-        outputs: Inputs = self.locked(recomputation, *args, keep)
-        return outputs
