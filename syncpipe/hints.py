@@ -203,12 +203,8 @@ def refuse_backward(results: Any) -> Any:
             )
         Tensor.backward(held, *args, **kwargs)  # type: ignore[no-untyped-call]  # changed in place
 
-    vars(loss).update(backward=backward, __getstate__=_nothing)
+    vars(loss).update(backward=backward, __getstate__=lambda: None)  # for pickle: values only
     return results
-
-
-def _nothing() -> None:
-    """The state of a tensor, besides its values, for pickle."""
 
 
 @contextmanager

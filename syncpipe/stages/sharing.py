@@ -30,7 +30,7 @@ from collections.abc import Sequence
 from itertools import chain, pairwise
 from operator import or_
 from types import MethodType
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -182,15 +182,6 @@ def _state(
     return state
 
 
-class _Copy(NamedTuple):
-    """A copy of a tensor on another device, the event at which it is ready, and its version."""
-
-    tensor: Tensor
-    copy: Tensor
-    event: Any
-    version: int
-
-
 class _Leaves:
     """The substitute leaves of one call.
 
@@ -198,7 +189,8 @@ class _Leaves:
     """
 
     def __init__(self) -> None:
-        self.made: dict[tuple[int, torch.device], _Copy] = {}
+        #: By ``id`` of a tensor and device: the tensor, its copy, the event at which it is ready.
+        self.made: dict[tuple[int, torch.device], tuple[Tensor, Tensor, Any]] = {}
 
     def leaf(self, tensor: Tensor, owner: DeviceStreams, streams: DeviceStreams) -> Tensor:
         """A leaf with the values of a tensor of ``owner``'s device, for use on ``streams``."""
@@ -208,9 +200,9 @@ class _Leaves:
                 key = (id(tensor), streams.device)
                 if key not in self.made:
                     (copy,), event = owner.send([tensor.detach()], streams)
-                    self.made[key] = _Copy(tensor, copy, event, version_of(copy))
-                value = self.made[key].copy
-                streams.receive(self.made[key].event, [value])
+                    self.made[key] = tensor, copy, event
+                _, value, event = self.made[key]
+                streams.receive(event, [value])
             return substitute(tensor, value)
 
 
@@ -322,9 +314,7 @@ class CallTies(Part):
         self._in_order = alone and (call.graph or not grad)
         if not self._in_order:
             check_modes(ties)
-        self._ties = ties
-        self._versions = [version_of(tie.tensor) for tie in ties]
-        self._leaves = _Leaves()
+        leaves = _Leaves()
         hops: dict[tuple[int, int], list[Tensor]] = {}
         for tie in ties:
             trained = grad and tie.tensor.requires_grad
@@ -332,13 +322,16 @@ class CallTies(Part):
                 call.owned_elsewhere[j].add(id(tie.tensor))
                 owner, streams = streams_of[tie.stages[0]], streams_of[j]
                 if trained or not same_memory(owner.device, streams.device):
-                    leaf = substitute_of[j][id(tie.tensor)] = self._leaves.leaf(
-                        tie.tensor, owner, streams
-                    )
+                    leaf = leaves.leaf(tie.tensor, owner, streams)
+                    substitute_of[j][id(tie.tensor)] = leaf
                     call.original_of[id(leaf)] = tie.tensor
                     call.extra_leaves[j] += [leaf] if trained else []
             for source, target in pairwise(tie.stages if trained else ()):
                 hops.setdefault((target, source), []).append(tie.tensor)
+        self._versions = [(tie, tie.tensor, version_of(tie.tensor)) for tie in ties]
+        for tensor, copy, _ in leaves.made.values():
+            tie = next(tie for tie in ties if tie.tensor is tensor)
+            self._versions.append((tie, copy, version_of(copy)))
         number = len(call.pipeline.edges)
         call.returns = tuple(
             [Edge(number + k, source, j, None) for k, (j, source) in enumerate(hops)]
@@ -354,12 +347,8 @@ class CallTies(Part):
 
     def finish(self) -> None:
         """Checks after the last cell; ``RuntimeError`` if a forward wrote into a tied tensor."""
-        for tie, version in () if self._in_order else zip(self._ties, self._versions, strict=True):
-            now = [(version_of(tie.tensor), version)]
-            for each in self._leaves.made.values():
-                if each.tensor is tie.tensor:
-                    now.append((version_of(each.copy), each.version))
-            if any(a != b for a, b in now):
+        for tie, tensor, version in () if self._in_order else self._versions:
+            if version_of(tensor) != version:
                 raise RuntimeError(
                     f"{tie} are one tensor, and a layer modified it in place in its forward (an "
                     "embedding with max_norm, or a buffer that it counts in). Stages would apply "
