@@ -22,7 +22,6 @@ from torch import Tensor, nn
 _T = TypeVar("_T")
 #: A dict and a key, or a module or tensor and an attribute name; and the value to put there.
 Swap = tuple[Any, str, Any]
-_INHERITED = object()
 
 
 def run_and_undo(run: Callable[[], _T], undo: Callable[[], Any] | Iterator[Any]) -> _T:
@@ -69,39 +68,6 @@ def _by_attribute(owner: Any) -> bool:
     return isinstance(owner, nn.Module | Tensor)
 
 
-class Patches:
-    """Attributes of classes, modules and objects that are replaced while :meth:`around` runs.
-
-    All threads see them, so only one thread at a time replaces any: what another one had put there
-    would be restored as if it had been there before. ``unittest.mock.patch`` knows of no other
-    thread, and leaves attributes replaced if Ctrl-C comes at the end of its block.
-    """
-
-    def __init__(self) -> None:
-        self._before: list[tuple[Any, str, Any]] = []
-
-    def put(self, owner: Any, name: str, value: Any) -> None:
-        """Replaces an attribute, which :meth:`around` restores; TypeError if it cannot be set."""
-        self._before.append((owner, name, vars(owner).get(name, _INHERITED)))
-        try:
-            setattr(owner, name, value)
-        except TypeError:
-            self._before.pop()
-            raise
-
-    def around(self, run: Callable[[], _T]) -> _T:
-        """Calls ``run``, which may call :meth:`put`; then restores all, the last one first."""
-        with _patching:
-            return run_and_undo(run, self._undo)
-
-    def _undo(self) -> None:
-        for owner, name, before in reversed(self._before):
-            if before is not _INHERITED:
-                setattr(owner, name, before)
-            elif name in vars(owner):
-                delattr(owner, name)
-
-
 _locks: set[weakref.ref[Any]] = set()
 
 
@@ -110,9 +76,6 @@ def forkable_lock() -> Any:
     lock: Any = threading.RLock()
     _locks.add(weakref.ref(lock, _locks.discard))  # a C callback: Ctrl-C cannot interrupt it
     return lock
-
-
-_patching = forkable_lock()
 
 
 def _free() -> None:

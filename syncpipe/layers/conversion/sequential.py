@@ -33,10 +33,10 @@ from syncpipe.data.batch_classes import batch_kind, repeated_batch
 from syncpipe.data.trees import by_name, described, flatten, leaf_names, tensors_in
 from syncpipe.layers.conversion.layer import ModelNames, layers_of
 from syncpipe.layers.conversion.origin import CALL_HOOKS, Origin, Read
+from syncpipe.layers.conversion.patches import Patches
 from syncpipe.layers.conversion.signature import Signature, call_input, shape_of
 from syncpipe.layers.conversion.trace import CHECKS, Tracer, Whole, guard, tracing
 from syncpipe.progress import progress_bar
-from syncpipe.runtime.interrupts import Patches
 from syncpipe.runtime.random_numbers import Generators, is_compiled
 from syncpipe.skip.skippable import is_skippable
 from syncpipe.state import State, restorer, restoring_module

@@ -33,9 +33,9 @@ from torch.utils.checkpoint import CheckpointFunction
 from syncpipe.data.batch_classes import batch_kind
 from syncpipe.data.trees import entries, equal, flatten, tensors_in
 from syncpipe.layers.conversion.origin import MISSING, PLAIN, Read, alike, attribute
+from syncpipe.layers.conversion.patches import Patches
 from syncpipe.layers.conversion.signature import is_input
 from syncpipe.runtime import interrupts
-from syncpipe.runtime.interrupts import Patches
 from syncpipe.storage import storage_of
 
 __all__ = ["CHECKS", "DEVICE", "Function", "Tracer", "Whole", "guard", "tracing"]

@@ -11,8 +11,12 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import CheckpointFunction, checkpoint
 
 import syncpipe
+from syncpipe.layers.conversion import patches
+from syncpipe.layers.conversion.patches import Patches
 from syncpipe.runtime import interrupts
 from tests.support.interrupts import Lines
+
+FILES = {interrupts.__file__, patches.__file__}
 
 
 class Model(nn.Module):
@@ -40,12 +44,12 @@ def test_ctrl_c_at_any_line_of_what_replaces_and_restores():
     def convert() -> None:
         syncpipe.sequential(model, x)
 
-    whole = Lines(lambda code: code.co_filename == interrupts.__file__, None)
+    whole = Lines(lambda code: code.co_filename in FILES, None)
     whole.during(convert)
     assert len(whole.seen) > 500
     came = 0
     for at in range(1, len(whole.seen), len(whole.seen) // 40):
-        lines = Lines(lambda code: code.co_filename == interrupts.__file__, at)
+        lines = Lines(lambda code: code.co_filename in FILES, at)
         try:
             lines.during(convert)
         except KeyboardInterrupt:
@@ -59,18 +63,18 @@ def test_what_two_threads_replace_at_once_is_there_again_after_both():
     """The second one must not take for the original what the first one has put there."""
     entered, left = threading.Event(), threading.Event()
 
-    def first(patches: interrupts.Patches) -> None:
+    def first(patches: Patches) -> None:
         patches.put(Model, "kind", "first")
         entered.set()
         left.wait(0.5)  # the other one waits, and nothing ends this wait
 
-    def second(patches: interrupts.Patches) -> None:
+    def second(patches: Patches) -> None:
         patches.put(Model, "kind", "second")
         left.set()
         other.result()
 
     with ThreadPoolExecutor(1) as pool:
-        one, two = interrupts.Patches(), interrupts.Patches()
+        one, two = Patches(), Patches()
         other = pool.submit(one.around, lambda: first(one))
         assert entered.wait(10)
         two.around(lambda: second(two))
