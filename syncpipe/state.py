@@ -56,12 +56,7 @@ def restoring_settings(
             torch._C._set_grad_enabled(True)
             return contextvars.copy_context().run(run)  # discards changes of the store of skips
 
-    undo: list[Callable[[], Any]] = [
-        partial(torch.set_autocast_cache_enabled, torch.is_autocast_cache_enabled()),
-        partial(random.setstate, random.getstate()),
-    ]
-    if threads is not None:
-        undo.append(partial(torch.set_num_threads, torch.get_num_threads()))
+    python_state, threads_before = random.getstate(), torch.get_num_threads()
     generators: dict[tuple[str, int], torch.Generator] = {}
     for device in [torch.device("cpu"), *devices]:
         found = Generators(device)
@@ -69,8 +64,9 @@ def restoring_settings(
     states = {key: _with_lock(key, states_of, [generators[key]]) for key in generators}
 
     def put_back() -> None:
-        for call in undo:
-            call()
+        random.setstate(python_state)
+        if threads is not None:
+            torch.set_num_threads(threads_before)
         for key, state in states.items():
             _with_lock(key, put_back_states, [generators[key]], state)
 

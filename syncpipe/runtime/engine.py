@@ -142,6 +142,7 @@ class _Execution:
 
     def run_here(self) -> None:
         RUNNING.set(self.running)
+        backward_here()
         runs = self.runs
         values: dict[int, Any] = {}
         take, put = values.pop, values.__setitem__
@@ -168,7 +169,7 @@ class Engine:
         execution = _Execution(self, steps, bind)
         if inline or len(steps.rows) == 1 or sys.is_finalizing():  # threads do not run at exit
             # A context of its own drops all variables that are set in it, even after Ctrl-C.
-            state.context.copy().run(backward_here, execution.run_here)
+            state.context.copy().run(execution.run_here)
             return
         reports = _Reports(len(self._workers))
         queues: list[SimpleQueue[Item | None]] = []

@@ -286,7 +286,7 @@ class Recomputation:
             self._shared[place] = modules.copy_of_version(buffer, version)
         self._noted.append((place, buffer, version))
 
-    def forward(self, inputs: Any, shapes: bool | None, *, guard: bool = False) -> Any:
+    def forward(self, inputs: Any, shapes: bool | None, *, guard: bool) -> Any:
         """Runs the forward of the cell, and notes which buffers it changed.
 
         ``shapes``: whether to note the stored tensors with their shapes; None: not at all.

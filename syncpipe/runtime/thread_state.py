@@ -229,15 +229,9 @@ def restoring_thread(run: Callable[[], _T]) -> _T:
     return run_and_undo(closed, undo)
 
 
-def backward_here(run: Callable[[], _T]) -> _T:
-    """Runs a function, with all backwards that it starts on this thread."""
-
-    def inside() -> _T:
-        torch._C._set_multithreading_enabled(False)
-        return run()
-
-    before = torch._C._is_multithreading_enabled()
-    return run_and_undo(inside, partial(torch._C._set_multithreading_enabled, before))
+def backward_here() -> None:
+    """Lets this thread run all backwards that it starts, until :func:`restoring_thread` ends."""
+    _C._set_multithreading_enabled(False)
 
 
 def without_autocast(state: CallerState, run: Callable[..., _T]) -> Callable[..., _T]:

@@ -101,8 +101,7 @@ class StageRecomputation:
     ) -> tuple[Any, Recomputation | None]:  # fmt: skip
         run, stage, where = self.run, self.stage, self.stage.describe(i)
         modules = self.modules = self.modules or self._module_state()
-        may_keep = begun is None
-        cell = Recomputation(modules, where, partial(self._run, i), may_keep=may_keep)
+        cell = Recomputation(modules, where, partial(self._run, i), may_keep=begun is None)
         if self.policy is not None:
             cell.saved = self.policy.contexts(), deque()
         writes = run.writes or any(owners)
@@ -117,21 +116,18 @@ class StageRecomputation:
             stage.compares_later, self._compared = False, 1
         elif i <= self._compared:
             shapes = stage.is_new(("stored", stage.partition.training))
-        if writes:
-            given = GuardedInputs(inputs, owners, copy=run.writes, kept=True)
-            outputs = cell.forward(given.tree, shapes, guard=True)
-            cell.mutates_inputs = given.check_writes(where)
-            if cell.mutates_inputs:
-                cell.stored = None
-        else:
-            outputs = cell.forward(inputs, shapes)
+        given = GuardedInputs(inputs, owners, copy=run.writes, kept=True) if writes else None
+        outputs = cell.forward(inputs if given is None else given.tree, shapes, guard=writes)
+        cell.mutates_inputs = given is not None and given.check_writes(where)
+        if cell.mutates_inputs:
+            cell.stored = None
         if self._new or modules.lazy:  # the forward may have made parameters
             self._new = False
             after = self._module_state()
             if modules.lazy or not after.like(modules):
                 cell.modules = self.modules = after
         run.count()
-        if cell.keeps_graph and may_keep:
+        if cell.keeps_graph:
             return outputs, None
         cell.keep(detached)
         return outputs, cell

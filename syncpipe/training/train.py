@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections import OrderedDict
-from functools import partial
 from itertools import chain
 from numbers import Real
 from typing import Any
@@ -111,4 +110,5 @@ def _finish_gradients(
         elif factor is not None:
             grads = [grad * factor for grad in grads]
         # On this thread, because it holds the lock of the pipe, which a recomputation may need.
-        backward_here(partial(torch.autograd.backward, tensors, grads))
+        backward_here()
+        torch.autograd.backward(tensors, grads)
