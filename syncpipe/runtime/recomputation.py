@@ -25,7 +25,7 @@ generators.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextvars import ContextVar
 from functools import partial
 from itertools import filterfalse, zip_longest
@@ -75,11 +75,18 @@ def version_of(tensor: Tensor | None) -> int:
     return 0 if tensor is None or tensor.is_inference() else tensor._version
 
 
-def _modified(what: str, where: object, then: int, now: int) -> RuntimeError:
+def _modified(
+    what: str, tensors: Sequence[Tensor], versions: Sequence[int], where: object
+) -> RuntimeError:
+    """The error for the first tensor that has another version now."""
+    pairs = zip(tensors, versions, strict=True)
+    tensor, then = next((t, then) for t, then in pairs if t._version != then)
+    what = "a parameter" if isinstance(tensor, nn.Parameter) else what
     return RuntimeError(
-        f"{what} of {where} was modified in place between forward and backward (version {then} "
-        f"became {now}), so the cell cannot be recomputed: call backward before optimizer.step(), "
-        "or modify a copy; if a layer itself modifies it, use checkpoint='never'"
+        f"{what} ({described(tensor)}) of {where} was modified in place between forward and "
+        f"backward (version {then} became {tensor._version}), so the cell cannot be recomputed: "
+        "call backward before optimizer.step(), or modify a copy; if a layer itself modifies it, "
+        "use checkpoint='never'"
     )
 
 
@@ -163,10 +170,8 @@ class ModuleState:
         Modules are compared once per ``epoch``, in which no user code runs. Raises ``RuntimeError``
         if a parameter was modified in place, or if modules were added or removed.
         """
-        if (versions := list(map(_VERSION, self._computing))) != self._versions:
-            for p, then, now in zip(self._computing, self._versions, versions, strict=True):
-                if now != then:
-                    raise _modified(f"a parameter ({described(p)})", where, then, now)
+        if list(map(_VERSION, self._computing)) != self._versions:
+            raise _modified("a parameter", self._computing, self._versions, where)
         if self._checked is None or self._checked[0] != epoch:
             self._checked = (epoch, self._differences(where))
         return self._checked[1]
@@ -349,7 +354,7 @@ class Recomputation:
         token = _RECOMPUTING.set(True)
         try:
             if list(map(_VERSION, self._tracked)) != self._versions:
-                raise self._input_modified()
+                raise _modified("an input", self._tracked, self._versions, self._where)
             swaps = self.swaps(epoch, keep)
             if self.mutates_inputs:
                 inputs = map_tensors(clones, inputs)
@@ -364,12 +369,6 @@ class Recomputation:
             shapes = any(len(key) > 1 for key in self.stored)
             self._compare(self.stored, _stored_by(outputs, begins, shapes=shapes))
         return outputs
-
-    def _input_modified(self) -> RuntimeError:
-        pairs = zip(self._tracked, self._versions, strict=True)
-        tensor, then = next((t, then) for t, then in pairs if t._version != then)
-        kind = "a parameter" if isinstance(tensor, nn.Parameter) else "an input"
-        return _modified(f"{kind} ({described(tensor)})", self._where, then, tensor._version)
 
     def _lost(self, place: _Place, buffer: Any) -> RuntimeError:
         self.modules.changes.copied.add(place)

@@ -175,8 +175,7 @@ def own_memory(
     Outputs with a graph are new, and parameters change in the optimizer's step only (unless
     ``all_leaves`` may change). Inputs that are passed through have their flags already.
     """
-    alone = type(outputs[0]) is Tensor and not outputs[1]
-    tensors = [outputs[0]] if alone else tensors_in(outputs)
+    tensors = tensors_in(outputs)
     kept = [
         (references > _ALONE or _is_held(tensor))
         and tensor.grad_fn is None

@@ -20,9 +20,9 @@ from __future__ import annotations
 
 import weakref
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from itertools import chain, pairwise
+from itertools import chain, islice, pairwise
 from operator import call
 from typing import Any
 
@@ -143,20 +143,17 @@ class Offload(Part):
 
     def prefetch(self, i: int, k: int) -> None:
         """Starts the copies back that backward needs next, before copy ``k`` of a micro-batch."""
-        left = AHEAD
+        for copy in islice(self._next_copies(i, k), AHEAD):
+            copy.fetch()
+
+    def _next_copies(self, i: int, k: int) -> Iterator[_Copy]:
+        own: Sequence[weakref.ref[_Copy]] = self._copies.get(i, [])[:k]
         while True:
-            copies = self._copies.get(i, [])
-            for reference in reversed(copies[:k]):
-                copy = reference()
-                if copy is not None:
-                    copy.fetch()
-                    left -= 1
-                    if not left:
-                        return
+            yield from filter(None, (reference() for reference in reversed(own)))
             if i not in self._following:
                 return
             i = self._following[i]
-            k = len(self._copies.get(i, []))
+            own = self._copies.get(i, [])
 
 
 class _Copy:

@@ -115,7 +115,8 @@ class StageRecomputation:
         if i <= self._compared and stage.compares_later:
             stage.compares_later, self._compared = False, 1
         elif i <= self._compared:
-            shapes = stage.is_new(("stored", stage.partition.training))
+            shapes = stage.partition.training not in stage.compared_modes
+            stage.compared_modes.add(stage.partition.training)
         given = GuardedInputs(inputs, owners, copy=run.writes, kept=True) if writes else None
         outputs = cell.forward(inputs if given is None else given.tree, shapes, guard=writes)
         cell.mutates_inputs = given is not None and given.check_writes(where)

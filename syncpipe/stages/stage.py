@@ -70,7 +70,7 @@ class Stage:
         backward_draws: bit mask of the generators that backwards of the last call drew from.
         draws_by_mode: for replicas, by the modes of modules, the ``Drawing.draws`` of a call.
         changes: the changes of its modules by forwards.
-        seen: the modes in which it has run.
+        compared_modes: the modes in which a recomputation was compared with its forward by shapes.
     """
 
     def __init__(
@@ -103,7 +103,7 @@ class Stage:
         self.backward_draws = 0
         self.draws_by_mode: dict[Any, list[int]] = {}
         self.compares_later = any(isinstance(m, torch.jit.ScriptModule) for m in modules)
-        self.seen: set[Any] = set()
+        self.compared_modes: set[bool] = set()
         self._units: tuple[Any, list[tuple[Stage, bool]]] = (None, [])
         if parent is not None:
             self.index = parent.index
@@ -129,12 +129,6 @@ class Stage:
     def renorms(self) -> bool:
         """Whether a forward writes into a weight, so that it cannot be run again."""
         return bool(renorming(self.partition))
-
-    def is_new(self, mode: Any) -> bool:
-        if mode in self.seen:
-            return False
-        self.seen.add(mode)
-        return True
 
     def describe(self, i: int) -> str:
         return f"stage {self.j} ({self.layer_range}), micro-batch {i}"
