@@ -78,7 +78,6 @@ class StageRun:
             (StageRun(unit, m, seed, "never", grad=grad, parent=self), recomputed)
             for unit, recomputed in (stage.units(mode.spans) if isinstance(mode, ByLayer) else ())
         ]
-        self._counts = stage.parent is None
         self.drawing = drawing.Drawing(self)
         self.recomputation = recompute.StageRecomputation(self, mode)
 
@@ -110,7 +109,7 @@ class StageRun:
 
     def count(self) -> None:
         """Counts a forward; the last one moves running statistics."""
-        self.forwards_done[0] += self._counts
+        self.forwards_done[0] += self.parent is self
         if self.stage.commits and self.forwards_done[0] == self.m and self.statistics is not None:
             self.statistics.commit()
 

@@ -79,14 +79,12 @@ def use_substitutes(
 
 def swaps_of(partition: nn.Module, substitute_of: dict[int, Tensor]) -> list[Swap]:
     """The swaps that put substitutes into the modules themselves."""
-    found: list[Swap] = []
-    for module in partition.modules():
-        for place in (module._parameters, module._buffers):
-            found += [
-                (place, name, substitute_of[id(t)])
-                for name, t in place.items()
-                if id(t) in substitute_of
-            ]
+    found: list[Swap] = [
+        (place, name, substitute_of[id(tensor)])
+        for _, place, name, tensor in places_of(partition)
+        if id(tensor) in substitute_of
+    ]
+    for module in modules_of(partition):
         for name, value in module.__dict__.items():
             if type(value) is list and any(id(item) in substitute_of for item in value):
                 found.append((module.__dict__, name, _substituted(value, substitute_of)))
@@ -273,14 +271,13 @@ def _substitute_hooked(call: Any, substitute_of: list[dict[int, Tensor]]) -> Non
     """Substitutes leaves of the same memory for tensors with hooks or a graph, which serve the
     caller's graph once per call."""
     for stage in call.pipeline.stages[: call.pipeline.n]:
-        for module in modules_of(stage.partition):
-            for tensor in chain(module._parameters.values(), module._buffers.values()):
-                if tensor is None or not tensor.requires_grad or is_lazy(tensor):
-                    continue
-                if tensor._backward_hooks or not tensor.is_leaf:
-                    leaf = substitute(tensor, tensor, True)  # counts the same versions
-                    leaf = substitute_of[stage.index].setdefault(id(tensor), leaf)
-                    call.original_of[id(leaf)] = tensor
+        for *_, tensor in places_of(stage.partition):
+            if not tensor.requires_grad or is_lazy(tensor):
+                continue
+            if tensor._backward_hooks or not tensor.is_leaf:
+                leaf = substitute(tensor, tensor, True)  # counts the same versions
+                leaf = substitute_of[stage.index].setdefault(id(tensor), leaf)
+                call.original_of[id(leaf)] = tensor
 
 
 def _is_watched(call: Any, r: int) -> bool:
@@ -479,13 +476,11 @@ class CallReplicas(Part):
                 draws = list(map(or_, one.drawing.draws, other.drawing.draws))
                 known = other.stage.draws_by_mode.get(mode, draws)
                 other.stage.draws_by_mode[mode] = draws
-                pairs = enumerate(zip(draws, known, strict=True))
-                drew = [
-                    one.stage.describe_layer(k)
-                    for k, (now, then) in pairs
+                unexpected += [
+                    f"{one.stage.describe_layer(k)} of stage {one.stage.j}"
+                    for k, (now, then) in enumerate(zip(draws, known, strict=True))
                     if trusted and now & ~then
                 ]
-                unexpected += [f"{layer} of stage {one.stage.j}" for layer in drew]
             if trusted and owner.drawing.backward_draws and run.drawing.backward_draws == 0:
                 unexpected.append(f"a backward of stage {owner.stage.j}")
         if unexpected:
