@@ -23,10 +23,10 @@ _T = TypeVar("_T")
 _Range = torch._C._profiler._RecordFunctionFast
 
 
-def as_range(name: str, run: Callable[..., _T], *args: Any) -> _T:
-    """Runs a function as a range of PyTorch's profiler, which must be active."""
-    with _Range(name):
-        return run(*args)
+def as_range(name: str, run: Callable[..., _T], i: int, messages: list[Any]) -> _T:
+    """Runs an action as a range of PyTorch's profiler, which must be active."""
+    with _Range(f"{name} {i}"):
+        return run(i, messages)
 
 
 @dataclass(slots=True)

@@ -16,13 +16,14 @@ from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
+from torch.autograd import profiler
 
 from syncpipe.data.trees import distinct, map_tensors, tensors_in
 from syncpipe.options import StageMode, recomputed_micro_batches
 from syncpipe.runtime.engine import RUNNING, Run
 from syncpipe.runtime.random_numbers import draw_seed, let_modules_hold
 from syncpipe.runtime.recomputation import is_checkpointing, is_recomputing
-from syncpipe.runtime.recorder import Recorder
+from syncpipe.runtime.recorder import Recorder, as_range
 from syncpipe.runtime.streams import AcceleratorStreams, DeviceStreams, accelerators, same_memory
 from syncpipe.runtime.thread_state import CallerState, restoring_process, restoring_thread
 from syncpipe.schedules.schedule import Kind
@@ -210,6 +211,8 @@ class Call(StageRuns):
         streams, recorder, stage = self.streams_of[r], self.recorder, self.pipeline.stages[r].j
         for part in self.parts:
             run = part.around(kind, r, run)
+        if profiler._is_profiler_enabled:
+            run = partial(as_range, f"syncpipe {kind} stage {stage} micro-batch", run)
         if streams.backend is None and recorder is None:
             return run
 

@@ -139,7 +139,7 @@ class StageRecomputation:
     def _run(self, i: int, cell: Recomputation, recomputing: bool, inputs: Any) -> Any:
         """Runs a cell; with a policy, saves results of operations, or takes those saved."""
         if cell.saved is None:
-            return self.run.run(i, inputs, cell, recomputing)
+            return self.run.wrapped_layers(i, inputs, cell, recomputing)
         contexts, states = cell.saved
         with ExitStack() as around:
             # The recomputation would not find the forward's cached casts.
@@ -147,7 +147,7 @@ class StageRecomputation:
             torch.set_autocast_cache_enabled(False)
             around.enter_context(contexts[recomputing])
             seen = around.enter_context(_SavedStates(self.stage, states, recomputing))
-            result = self.run.run(i, inputs, cell, recomputing)
+            result = self.run.wrapped_layers(i, inputs, cell, recomputing)
         if not recomputing:
             seen.check(getattr(contexts[0], "storage", None), self.stage.describe(i))
         return result

@@ -13,15 +13,12 @@ from collections.abc import Callable, Sequence
 from functools import cached_property, partial
 from typing import Any, TypeVar
 
-from torch.autograd import profiler
-
 from syncpipe.layers.batchnorm import MiniBatchStatistics
 from syncpipe.layers.unpack import call_note, spread
 from syncpipe.options import ByLayer, StageMode
 from syncpipe.runtime.errors import annotate
 from syncpipe.runtime.interrupts import Swap
 from syncpipe.runtime.recomputation import OUTERMOST
-from syncpipe.runtime.recorder import as_range
 from syncpipe.stages import drawing, recompute, wrappers
 from syncpipe.stages.inplace import GuardedInputs, may_write
 from syncpipe.stages.stage import Stage
@@ -101,7 +98,8 @@ class StageRun:
 
     def _guarded(self, i: int, inputs: Inputs, owners: Sequence[int]) -> Inputs:
         given = GuardedInputs(inputs, owners, copy=self.writes) if any(owners) else None
-        outputs = self.run(i, inputs if given is None else given.tree, None, False)
+        tree = inputs if given is None else given.tree
+        outputs = self.wrapped_layers(i, tree, None, False)
         if given is not None:
             given.check_writes(self.stage.describe(i))
         self.count()
@@ -112,14 +110,6 @@ class StageRun:
         self.forwards_done[0] += self.parent is self
         if self.stage.commits and self.forwards_done[0] == self.m and self.statistics is not None:
             self.statistics.commit()
-
-    def run(self, i: int, inputs: Inputs, record: Any, recomputing: bool) -> Inputs:
-        """Runs a cell, as a range of an active profiler."""
-        if profiler._is_profiler_enabled:
-            kind = "recompute" if recomputing else "forward"
-            name = f"syncpipe {kind} stage {self.stage.j} micro-batch {i}"
-            return as_range(name, self.wrapped_layers, i, inputs, record, recomputing)
-        return self.wrapped_layers(i, inputs, record, recomputing)
 
     @cached_property
     def wrapped_layers(self) -> Runner:

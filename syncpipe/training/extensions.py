@@ -9,10 +9,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from torch.autograd import profiler
-
 from syncpipe.runtime.engine import Run
-from syncpipe.runtime.recorder import as_range
 from syncpipe.stages.drawing import seeded
 from syncpipe.stages.inplace import in_place
 from syncpipe.stages.recompute import recompute, recomputed
@@ -25,19 +22,11 @@ def inspected(task: Any, r: int, inner: Any) -> Any:
     return inner if task.leaves is None else task.leaves.around_forward(r, inner)
 
 
-def profiled(task: Any, r: int, inner: Any) -> Any:
-    """Marks a backward as a range of an active profiler."""
-    if not profiler._is_profiler_enabled:
-        return inner
-    name = f"syncpipe backward stage {task.call.pipeline.stages[r].j} micro-batch"
-    return lambda i, cell, grads: as_range(f"{name} {i}", inner, i, cell, grads)
-
-
 #: Around the forward of a cell. ``in_place`` needs the outputs of the one that ``recomputed`` runs;
 #: ``inspected`` looks for leaves in graphs, which copies for other stages do not have.
 FORWARD: list[Callable[[Any, int, Any], Any]] = [recomputed, inspected, in_place]
 #: Around the backward of a cell. ``seeded`` holds locks: all else runs under them.
-BACKWARD: list[Callable[[Any, int, Any], Any]] = [tied, split, profiled, seeded]
+BACKWARD: list[Callable[[Any, int, Any], Any]] = [tied, split, seeded]
 #: Further kinds of action.
 ACTIONS: dict[str, Callable[[Any, int], Run]] = {
     "recompute": lambda task, r: partial(recompute, task, r),
