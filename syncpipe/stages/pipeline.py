@@ -99,7 +99,3 @@ class Pipeline:
     def with_modes(self, run: Callable[[], _T]) -> _T:
         """Runs a forward or backward of ``pipe(x)`` while no other thread evaluates."""
         return run() if self.engine.is_running() else self.modes_lock.using(run)
-
-    @property
-    def on_cpu(self) -> bool:
-        return all(worker.device.type == "cpu" for worker in self.workers)

@@ -168,10 +168,10 @@ class _Check:
         self._other_leaves: list[Tensor] = []  # leaves that belong to no layer
         # The last bit depends on the number of threads, and CPU workers share the threads.
         self._threads_each = self._threads = torch.get_num_threads()
-        if len(self._pipeline.workers) > 1 and not INLINE.get() and self._pipeline.on_cpu:
-            self._threads_each = self._pipeline.engine.share()
         self._devices = list(dict.fromkeys(each.stage.device for each in self._layers))
         kinds = {device.type for device in self._devices}
+        if len(self._pipeline.workers) > 1 and not INLINE.get() and kinds == {"cpu"}:
+            self._threads_each = self._pipeline.engine.share()
         self._rounding = 5e-3 if kinds - {"cpu"} else 0.0  # for TF32 and sums in any order
         half = any(p.is_floating_point() and p.itemsize < 4 for p in self._model.parameters())
         if half or any(map(torch.is_autocast_enabled, kinds)):
