@@ -180,28 +180,23 @@ def _state(
     return state
 
 
-class _Leaves:
-    """The substitute leaves of one call.
+#: By ``id`` of a tensor and device: the tensor, its copy, the event at which the copy is ready.
+#: Later calls make new ones: writes into the ``data`` of the original leave no trace.
+_Copies = dict[tuple[int, torch.device], tuple[Tensor, Tensor, Any]]
 
-    Copies are not reused by later calls: writes into the ``data`` of the original leave no trace.
-    """
 
-    def __init__(self) -> None:
-        #: By ``id`` of a tensor and device: the tensor, its copy, the event at which it is ready.
-        self.made: dict[tuple[int, torch.device], tuple[Tensor, Tensor, Any]] = {}
-
-    def leaf(self, tensor: Tensor, owner: DeviceStreams, streams: DeviceStreams) -> Tensor:
-        """A leaf with the values of a tensor of ``owner``'s device, for use on ``streams``."""
-        with torch.inference_mode(False), torch.no_grad():
-            value = tensor
-            if not same_memory(owner.device, streams.device):
-                key = (id(tensor), streams.device)
-                if key not in self.made:
-                    (copy,), event = owner.send([tensor.detach()], streams)
-                    self.made[key] = tensor, copy, event
-                _, value, event = self.made[key]
-                streams.receive(event, [value])
-            return substitute(tensor, value)
+def _leaf(tensor: Tensor, owner: DeviceStreams, streams: DeviceStreams, copies: _Copies) -> Tensor:
+    """A leaf with the values of a tensor of ``owner``'s device, for use on ``streams``."""
+    with torch.inference_mode(False), torch.no_grad():
+        value = tensor
+        if not same_memory(owner.device, streams.device):
+            key = (id(tensor), streams.device)
+            if key not in copies:
+                (copy,), event = owner.send([tensor.detach()], streams)
+                copies[key] = tensor, copy, event
+            _, value, event = copies[key]
+            streams.receive(event, [value])
+        return substitute(tensor, value)
 
 
 class SharedTensors:
@@ -311,7 +306,7 @@ class CallTies(Part):
         self._in_order = alone and (call.graph or not grad)
         if not self._in_order:
             check_modes(ties)
-        leaves = _Leaves()
+        copies: _Copies = {}
         hops: dict[tuple[int, int], list[Tensor]] = {}
         for tie in ties:
             trained = grad and tie.tensor.requires_grad
@@ -319,14 +314,14 @@ class CallTies(Part):
                 call.owned_elsewhere[j].add(id(tie.tensor))
                 owner, streams = streams_of[tie.stages[0]], streams_of[j]
                 if trained or not same_memory(owner.device, streams.device):
-                    leaf = leaves.leaf(tie.tensor, owner, streams)
+                    leaf = _leaf(tie.tensor, owner, streams, copies)
                     substitute_of[j][id(tie.tensor)] = leaf
                     call.original_of[id(leaf)] = tie.tensor
                     call.extra_leaves[j] += [leaf] if trained else []
             for source, target in pairwise(tie.stages if trained else ()):
                 hops.setdefault((target, source), []).append(tie.tensor)
         self._versions = [(tie, tie.tensor, version_of(tie.tensor)) for tie in ties]
-        for tensor, copy, _ in leaves.made.values():
+        for tensor, copy, _ in copies.values():
             tie = next(tie for tie in ties if tie.tensor is tensor)
             self._versions.append((tie, copy, version_of(copy)))
         number = len(call.pipeline.edges)
@@ -370,9 +365,10 @@ class Replica:
     ) -> None:
         """Updates the replica to the partition, which has these parameters and buffers."""
         with self._lock:  # several threads may call the pipe
-            made, leaves = _Leaves(), {}
+            copies: _Copies = {}
+            leaves = {}
             for tensor in tensors:
-                leaf = made.leaf(tensor, owner, streams)
+                leaf = _leaf(tensor, owner, streams, copies)
                 _, last = self._leaves.get(id(tensor), (tensor, leaf))
                 if (last.shape, last.dtype) == (leaf.shape, leaf.dtype):
                     if place_of(last) != place_of(leaf):
