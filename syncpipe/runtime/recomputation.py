@@ -144,8 +144,11 @@ class ModuleState:
         self._copies: dict[int, tuple[Tensor, int, Tensor]] = {}
         changes.follow(self._modules)
 
-    def like(self, other: ModuleState) -> bool:
-        return self._signature == other._signature
+    def changed(self) -> bool:
+        """Whether modes, parameters or modules differ; follows the buffers that there are now."""
+        modules, signature = _walk(self._root)
+        self.changes.follow(modules)
+        return signature != self._signature
 
     def note_versions(self) -> None:
         """Accepts the current values of the parameters for cells that are not yet recomputed."""

@@ -124,9 +124,8 @@ class StageRecomputation:
             cell.stored = None
         if self._new or modules.lazy:  # the forward may have made parameters
             self._new = False
-            after = self._module_state()
-            if modules.lazy or not after.like(modules):
-                cell.modules = self.modules = after
+            if modules.changed() or modules.lazy:
+                cell.modules = self.modules = self._module_state()
         run.count()
         if cell.keeps_graph:
             return outputs, None

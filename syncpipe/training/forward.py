@@ -106,11 +106,9 @@ class Captured(Leaves):
 
     def __init__(self, call: Call, micro_batches: list[Any]) -> None:
         stages = call.pipeline.stages
-        inside = [
-            chain(_tensors_of(s.partition), run.substitute_of.values())
-            for s, run in zip(stages, call.runs, strict=True)
-        ]
-        super().__init__(call, inside)
+        self._tensors = [_tensors_of(stage.partition) for stage in stages]
+        substitutes = [run.substitute_of.values() for run in call.runs]
+        super().__init__(call, map(chain, self._tensors, substitutes))
         for known, elsewhere in zip(self._known, call.owned_elsewhere, strict=True):
             known -= elsewhere  # the stage computes with other leaves
         self._micro_batches = micro_batches
@@ -165,7 +163,10 @@ class Captured(Leaves):
                 self._captured[r] = [*own.values(), *replicas.trained[r]]
             else:
                 foreign = call.owned_elsewhere[r]
-                own |= {id(t): t for t in _tensors_of(stage.partition) if id(t) not in foreign}
+                inside = self._tensors[r]
+                if self.nested_backward[r]:  # a graph does not show what a forward has made
+                    inside = _tensors_of(stage.partition)
+                own |= {id(t): t for t in inside if id(t) not in foreign}
             for tensor in own.values():
                 if tensor.requires_grad:
                     found = id(tensor) in self._other_leaves[r]
@@ -182,13 +183,16 @@ class Captured(Leaves):
             ]
             used = {id(call.original_of[k]) if k in call.original_of else k for k in leaves}
             receivers = {k: found for k, found in receivers.items() if k in used}
-        self._receivers, self._known_nodes = list(receivers.values()), []
+        self._receivers = list(receivers.values())
+        self._known_nodes, self._tensors = [], []
 
     def attach_node(
         self, task: TrainingTask, head: _Outputs, inputs: list[Tensor], outputs: list[Any]
     ) -> list[Any]:
         self._find_receivers()
-        self._before.modules = self._module_state()  # forwards may make or renormalise parameters
+        if self._before.modules.changed():  # forwards may make parameters
+            self._before.modules = self._module_state()
+        self._before.modules.note_versions()  # forwards may renormalise them
         self._head = head
         self._task = task.backward_task(None, None, keep=False)  # without a reference to self
         self.inputs, self.trained = inputs, [tensor for tensor, _ in self._receivers]
@@ -309,6 +313,7 @@ class Captured(Leaves):
             key = id(leaf)
             if grad is None:
                 continue
+            grad = grad.detach() if grad.requires_grad else grad  # a function returned a parameter
             if key not in sums:
                 sums[key] = grad
             elif key in summed and type(grad) is type(sums[key]) is Tensor:
@@ -320,8 +325,7 @@ class Captured(Leaves):
                 if torch._C._has_storage(sums[key]):
                     summed.add(key)
         if into:
-            with torch.no_grad():
-                torch._foreach_add_(into, added)
+            torch._foreach_add_(into, added)
 
     def sums(self) -> list[Tensor | None]:
         for r, sums in enumerate(self._sums):
