@@ -54,10 +54,10 @@ from syncpipe.stages.sharing import CallReplicas, substitute, swaps_of
 from syncpipe.stages.stage import Stage
 from syncpipe.storage import is_slice, storage_of
 from syncpipe.training.cell import Message
+from syncpipe.training.extensions import message_to
 from syncpipe.training.leaves import Accumulated
 from syncpipe.training.loss import LossHead, Objective
 from syncpipe.training.loss_function import Loss, known_loss
-from syncpipe.training.shared import message_to
 from syncpipe.training.sources import FromIterator, Source
 from syncpipe.training.task import TrainingTask
 
