@@ -154,28 +154,23 @@ class Captured(Leaves):
 
     def _find_receivers(self) -> None:
         """Lists the tensors that get gradients; hooks of tensors that no cell used do not run."""
-        call, n, replicas = self._call, self._call.pipeline.n, self._call.part(CallReplicas)
+        call, replicas = self._call, self._call.part(CallReplicas)
         receivers: dict[int, tuple[Tensor, list[tuple[int, Tensor]]]] = {}
         for r, stage in enumerate(call.pipeline.stages):
-            substitute_of, own = call.runs[r].substitute_of, dict(self._other_leaves[r])
-            if r >= n:
-                assert replicas is not None
-                self._captured[r] = [*own.values(), *replicas.trained[r]]
-            else:
-                foreign = call.owned_elsewhere[r]
-                inside = self._tensors[r]
-                if self.nested_backward[r]:  # a graph does not show what a forward has made
-                    inside = _tensors_of(stage.partition)
-                own |= {id(t): t for t in inside if id(t) not in foreign}
-            for tensor in own.values():
-                if tensor.requires_grad:
-                    found = id(tensor) in self._other_leaves[r]
-                    leaf = tensor if found else substitute_of.get(id(tensor), tensor)
-                    tensor = call.original_of.get(id(tensor), tensor)
-                    receivers.setdefault(id(tensor), (tensor, []))[1].append((r, leaf))
-                    if r < n:
-                        self._captured[r].append(leaf)
-            self._captured[r] += call.extra_leaves[r]
+            others, inside, run = self._other_leaves[r], self._tensors[r], call.runs[r]
+            if self.nested_backward[r]:  # a graph does not show what a forward has made
+                inside = _tensors_of(stage.partition)
+            pairs = [(call.original_of.get(key, leaf), leaf) for key, leaf in others.items()]
+            if r < call.pipeline.n:
+                foreign = call.owned_elsewhere[r] | others.keys()
+                pairs += [
+                    (t, run.substitute_of.get(id(t), t)) for t in inside if id(t) not in foreign
+                ]
+            for tensor, leaf in pairs:
+                receivers.setdefault(id(tensor), (tensor, []))[1].append((r, leaf))
+            self._captured[r] = [leaf for _, leaf in pairs] + call.extra_leaves[r]
+            if replicas is not None and r >= call.pipeline.n:
+                self._captured[r] += replicas.trained[r]
         if not any(self.nested_backward):  # else graphs do not show all leaves
             leaves = [
                 *chain(*self._other_leaves),

@@ -87,14 +87,11 @@ class Accumulated(Leaves):
                 own[r] = [p for p in own[r] if id(p) not in elsewhere]
         super().__init__(call, map(chain, own, call.extra_leaves))
         self.parameters = own
-        #: For each leaf its gradient before the call, the version of that, and a copy.
-        self._grads_before: dict[Tensor, tuple[Tensor | None, int, Tensor | None]] = {}
-        self._owner: dict[int, tuple[Tensor, int]] = {}  # id(leaf) -> leaf, its first stage
-        self.awaiting_grad: list[list[Tensor]] = [[] for _ in stages]
-        for r, parameters in enumerate(own):
-            self.expect_first_grads(r)
-            for parameter in parameters:
-                self._owner.setdefault(id(parameter), (parameter, r))
+        #: By identity a leaf, its gradient before the call, the version of that, and a copy.
+        self._grads_before: dict[int, tuple[Tensor, Tensor | None, int, Tensor | None]] = {}
+        #: By identity a leaf and its first stage.
+        self._owner = {id(p): (p, r) for r in reversed(range(len(own))) for p in own[r]}
+        self.awaiting_grad = list(map(_without_grad, own))
         self.register(chain(*own))
 
     def expect_first_grads(self, r: int) -> None:
@@ -103,24 +100,25 @@ class Accumulated(Leaves):
     def register(self, leaves: Iterable[Tensor]) -> None:
         """Saves the gradients of leaves; call before the first backward that reaches them."""
         for leaf in leaves:
-            if leaf.requires_grad and leaf not in self._grads_before:
+            if leaf.requires_grad and id(leaf) not in self._grads_before:
                 grad = leaf.grad
                 copied = None if grad is None else grad.detach().clone()
-                self._grads_before[leaf] = grad, version_of(grad), copied
+                self._grads_before[id(leaf)] = leaf, grad, version_of(grad), copied
 
     def grad_before(self, leaf: Tensor) -> Tensor | None:
         """A copy of the gradient that a leaf had before the call."""
-        return self._grads_before.get(leaf, (None, 0, None))[2]
+        return self._grads_before.get(id(leaf), (None,))[-1]
 
     def added_to(self, leaf: Tensor) -> bool:
         """Whether the call has added to the gradient of a leaf."""
-        grad, version, _ = self._grads_before.get(leaf, (leaf.grad, version_of(leaf.grad), None))
+        now = leaf, leaf.grad, version_of(leaf.grad), None
+        _, grad, version, _ = self._grads_before.get(id(leaf), now)
         return leaf.grad is not grad or version_of(grad) != version
 
     @torch.no_grad()
     def restore(self) -> None:
         """Puts back the gradients from before the call."""
-        for leaf, (grad, _, before) in self._grads_before.items():
+        for leaf, grad, _, before in self._grads_before.values():
             if grad is not None and before is not None:
                 grad.copy_(before)
             leaf.grad = grad
@@ -128,7 +126,7 @@ class Accumulated(Leaves):
     @torch.no_grad()
     def scale(self, factor: float | Tensor) -> None:
         """Multiplies what this call added by a number, or by a tensor on any device."""
-        for leaf, (*_, before) in self._grads_before.items():
+        for leaf, *_, before in self._grads_before.values():
             if (grad := leaf.grad) is not None and self.added_to(leaf):
                 here = moved(factor, grad.device) if isinstance(factor, Tensor) else factor
                 if before is None:
