@@ -2,33 +2,29 @@
 
 from __future__ import annotations
 
+import threading
 import warnings
-from collections.abc import Iterable, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
+from copy import copy
 from functools import partial
 from types import FunctionType, MethodType
 from typing import Any, Generic, TypeVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
-from syncpipe.data.batches import scatter_pair
+from syncpipe.data.batches import scatter_pair, unwrapped
 from syncpipe.data.trees import described, map_tensors
 from syncpipe.hints import caller_stacklevel
 from syncpipe.layers.placement import check_input
 from syncpipe.runtime.errors import annotate
 from syncpipe.runtime.streams import moved
-from syncpipe.training.sources import (
-    FromIterator,
-    Pack,
-    Source,
-    input_and_target,
-    is_function,
-    pair_of,
-)
+from syncpipe.training.sources import Source
 
 _T = TypeVar("_T")
+Pack = Callable[[Any], Any]  #: turns an input into the argument of the first layer
 
 
 class RepeatingLoader(Generic[_T]):
@@ -90,6 +86,49 @@ def _next_item(
             return item
         del running[key]
     raise ValueError(f"{who}: there is nothing in {loader!r}")
+
+
+class FromIterator(Source):
+    """Takes ``m`` micro-batches from an iterator, each when the first stage is ready for it.
+
+    ``where`` locates the target of each, as in :func:`pair_of`.
+    """
+
+    lazy = True
+
+    def __init__(self, iterator: Iterator[Any], m: int, where: Any, pack: Pack) -> None:
+        super().__init__([None] * m, [], [0] * m)
+        self._iterator, self._target_key, self._pack = iterator, where, pack
+        self.lock = threading.Lock()  # of workers that share the iterator
+        self._waiting: dict[int, Any] = {}  # read, but not pulled yet
+        self._next_index = 0
+
+    def pull(self, i: int) -> Any:
+        while self._next_index <= i:
+            self._waiting[self._next_index] = self._fetch(self._next_index)
+            self._next_index += 1
+        return self._waiting.pop(i)
+
+    def _fetch(self, i: int) -> Any:
+        if (pair := self._next_pair(f"micro-batch {i}")) is None:
+            raise ValueError(
+                f"data_iter ended when asked for micro-batch {i} of {self.m} (chunks={self.m}). "
+                ".grad is what it was before this call. Give it a multiple of chunks "
+                "micro-batches, or repeat it by syncpipe.RepeatingLoader"
+            )
+        input, self.sizes[i] = unwrapped(self._pack(pair[0]))
+        self._targets[i], _ = unwrapped(pair[1])
+        return self._note_input(i, input)
+
+    def _next_pair(self, what: str) -> tuple[Any, Any] | None:
+        try:
+            item = next(self._iterator)
+        except StopIteration:
+            return None
+        except BaseException as error:
+            annotate(error, f"in data_iter, when asked for {what}")
+            raise
+        return pair_of(item, self._target_key, f" for {what}")
 
 
 def source_of(
@@ -168,3 +207,54 @@ def _check_loader(data_iter: Any) -> None:
             f"data_iter must be an iterator, not {type(data_iter).__name__}: make one by iter(...) "
             "once for all steps, or give a DataLoader, which gives a mini-batch in each step"
         )
+
+
+def is_function(target: Any) -> bool:
+    return callable(target) and not isinstance(target, Tensor | nn.Module)
+
+
+def pair_of(item: Any, where: Any, at: str) -> tuple[Any, Any]:
+    """Input and target of an item of ``data_iter``: a pair, a longer tuple, or a dict.
+
+    ``where`` is the key or index of the target, or a function of the item that returns it. None:
+    the last of a tuple; a dict then has no target. ``at`` names the micro-batch in messages.
+    """
+    if isinstance(item, Mapping) and isinstance(where, str | int):
+        return _without_key(item, where, "data_iter gave", at)
+    if callable(where) or isinstance(item, Mapping):
+        return input_and_target(item, where)
+    length = f" of {len(item)}" if isinstance(item, tuple | list) else ""
+    if not isinstance(item, tuple | list) or len(item) < 2:
+        raise TypeError(
+            f"data_iter gave {type(item).__name__}{length}{at}: it must give pairs (input, target "
+            "or None), longer tuples that end in the target, or dicts with target= as its key"
+        )
+    index = -1 if where is None else where
+    if not isinstance(index, int) or not -len(item) <= index < len(item):
+        raise ValueError(f"target={where!r}, but data_iter gave {type(item).__name__}{length}{at}")
+    parts = list(item)
+    target = parts.pop(index)
+    return (parts[0] if len(parts) == 1 else tuple(parts)), target
+
+
+def input_and_target(input: Any, target: Any) -> tuple[Any, Any]:
+    """A mini-batch and its target; ``target`` may be a key of the input, or a function of it."""
+    if is_function(target):
+        return input, target(input)
+    if not isinstance(target, str) or isinstance(input, Tensor):
+        return input, target
+    if not isinstance(input, Mapping):
+        raise TypeError(
+            f"target={target!r} is a key, and the input is a {type(input).__name__}, which has no "
+            "keys: give the target itself, or a function of the input that returns it"
+        )
+    return _without_key(input, target, "the input is")
+
+
+def _without_key(given: Mapping[Any, Any], key: Any, what: str, at: str = "") -> tuple[Any, Any]:
+    if key not in given:
+        keys = ", ".join(map(repr, given))
+        raise ValueError(f"target={key!r}, but {what} a dict with {keys}{at}")
+    rest: Any = copy(given) if isinstance(given, MutableMapping) else dict(given)
+    target = rest.pop(key)
+    return rest, target

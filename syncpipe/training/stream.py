@@ -56,9 +56,10 @@ from syncpipe.storage import is_slice, storage_of
 from syncpipe.training.cell import Message
 from syncpipe.training.extensions import message_to
 from syncpipe.training.leaves import Accumulated
+from syncpipe.training.loaders import FromIterator
 from syncpipe.training.loss import LossHead, Objective
 from syncpipe.training.loss_function import Loss, known_loss
-from syncpipe.training.sources import FromIterator, Source
+from syncpipe.training.sources import Source
 from syncpipe.training.task import TrainingTask
 
 _UNBOUNDED = 1 << 62  #: more micro-batches than there will ever be

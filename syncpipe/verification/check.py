@@ -35,10 +35,11 @@ from syncpipe.schedules.named import SCHEDULES, ScheduleLike, build, schedule_la
 from syncpipe.schedules.schedule import Schedule
 from syncpipe.state import State, restoring_module
 from syncpipe.storage import clones
+from syncpipe.training.loaders import input_and_target
 from syncpipe.training.loss import Objective
 from syncpipe.training.loss_check import LossCheck, LossCounts
 from syncpipe.training.loss_function import Loss, known_loss
-from syncpipe.training.sources import Source, input_and_target
+from syncpipe.training.sources import Source
 from syncpipe.verification.plain import (
     Observation,
     PlainRun,
