@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import threading
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import nullcontext
 from functools import partial
 from typing import Any
@@ -205,4 +206,26 @@ def test_two_threads_train_one_pipe():
 
     first, second = in_threads(partial(train, pipe), 25, 25)
     assert_same([*first, *second], train(other, 50))
+    assert_same([p.grad for p in pipe.parameters()], [p.grad for p in other.parameters()])
+
+
+def test_a_call_that_fails_does_not_take_away_what_another_thread_adds_meanwhile():
+    pipe, other = [pipe_of(nn.Sequential(nn.Linear(3, 3), nn.Tanh())) for _ in range(2)]
+    other.load_state_dict(pipe.state_dict())
+    train = partial(Pipe.train_batch, input=torch.ones(4, 3), loss_fn=torch.mean)
+    calls: list[Future[Any]] = []
+
+    def act(_: torch.Tensor) -> None:
+        if not calls:
+            calls.append(threads.submit(train, pipe))
+            wait(calls, 0.3)  # in vain: it begins when this call has ended
+            raise ValueError("as it was told")
+
+    hook = pipe[0].weight.register_post_accumulate_grad_hook(act)
+    with ThreadPoolExecutor(1) as threads:
+        with pytest.raises(ValueError, match="as it was told"):
+            train(pipe)
+        calls[0].result()
+    hook.remove()
+    train(other)
     assert_same([p.grad for p in pipe.parameters()], [p.grad for p in other.parameters()])
