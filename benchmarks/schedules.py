@@ -21,9 +21,9 @@ from torch import Tensor, nn
 
 from benchmarks.common import Group, Options, Part, Spread, number, rounds, timed
 from benchmarks.tasks import LOOP, Peer, Task, called, checked, mlp
+from syncpipe.runtime.weight_gradients import PRODUCTS, add_to_grad
 from syncpipe.schedules import build, one_f_one_b
 from syncpipe.schedules.player import Costs, simulate
-from syncpipe.training.weight_gradients import PRODUCTS, add_to_grad
 
 DEVICES = ("cpu:0", "cpu:1")
 #: By label: schedule and slots.
@@ -197,7 +197,7 @@ class _Napping(_NappingWhole):
 
 
 class _Product:
-    """How (``syncpipe.training.weight_gradients.PRODUCTS``)."""
+    """How (``syncpipe.runtime.weight_gradients.PRODUCTS``)."""
 
     factor, weight, bias = "x", 1, None
 

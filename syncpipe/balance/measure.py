@@ -19,7 +19,7 @@ import re
 import statistics
 import time as clock
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import accumulate, chain, pairwise
@@ -35,23 +35,25 @@ from torch.overrides import TorchFunctionMode, _push_mode
 from syncpipe.balance.copies import copy_of_tensor, has_compiled, layer_label, runnable_copy
 from syncpipe.balance.estimate import DEVICES, AsOnGPU, DeviceSpec, Roofline
 from syncpipe.balance.profile import LayerProfile, Profile, SkipProfile
-from syncpipe.balance.stored import LiveMemory, StoredMemory, record_saved, size_of, watch_halves
+from syncpipe.balance.stored import LiveMemory, StoredMemory, record_saved, size_of
 from syncpipe.data.batch_classes import batch_kind, repeated_batch, samples_of
 from syncpipe.data.batches import scatter, unwrapped
 from syncpipe.data.trees import described, distinct, flatten, map_tensors, tensors_in, unflatten
 from syncpipe.data.uncut import NoChunk
 from syncpipe.layers.listing import Layers, as_sequential, on_meta
 from syncpipe.layers.unpack import call_note, spread, unpacks
+from syncpipe.layers.writes import may_write
 from syncpipe.progress import progress_bar
 from syncpipe.runtime.errors import annotate
 from syncpipe.runtime.graph import go_back
 from syncpipe.runtime.streams import AcceleratorStreams
 from syncpipe.runtime.thread_state import restoring_thread
+from syncpipe.runtime.weight_gradients import WeightGradients
 from syncpipe.skip import verify_skippables
 from syncpipe.skip.layout import inspect_layout
 from syncpipe.skip.store import SkipKey, use_store
 from syncpipe.state import restoring_settings
-from syncpipe.storage import clones
+from syncpipe.storage import clones, renorming
 
 __all__ = [
     "EFFICIENCY", "RESERVE", "estimated", "measure_memory", "profile", "resized", "samples_in",
@@ -350,7 +352,7 @@ class LayerRun:
         self._graph = [tensor for tensor in made if tensor.requires_grad], leaves
         return output, store
 
-    def run_backward(self, *, weights: bool = True) -> None:
+    def run_backward(self, *, weights: bool = True, go_back: Callable[..., None] = go_back) -> None:
         """Run backward after :meth:`run_forward`; without ``weights`` to the inputs alone."""
         (roots, leaves), self._graph = self._graph, ([], [])
         own = set() if weights else set(map(id, self.layer.parameters()))
@@ -558,7 +560,7 @@ class _Profiler:
         made = runnable_copy(name, self._originals[index], self._device, self._default)
         own = next((t.device for t in chain(made.parameters(), made.buffers())), None)
         note = f"; sizes={self._sizes} are measured" if len(self._sizes) > 1 else ""
-        runs, peaks, halves = [], {}, {}
+        runs, peaks = [], list[dict[str, int] | None]()
         for size, value in self._inputs.items():
             inputs = (value, [self._skips[size].pop(key, None) for key in popped])
             given = [tensor.device for tensor in tensors_in(inputs)]
@@ -567,25 +569,26 @@ class _Profiler:
             labels = layer_label(name, layer), f"a micro-batch of {size} samples{note}"
             watch = self._roofline.watch if self._roofline else stopwatch(device)
             runs.append(LayerRun(*labels, made, inputs, [*popped], device, self._unpack, watch))
-            peaks[size], halves[size], *products = self._observe_run(size, runs[-1], stashed)
+            peaks.append(self._observe_run(size, runs[-1], stashed))
         for k, (key, stash) in enumerate(popped.items()):
             bytes = [size_of(run.inputs[1][k]) for run in runs]
             of = dict(zip(self._sizes, bytes, strict=True))
             self._found_skips.append(SkipProfile(key[1], stash, index, of))
         numbers: dict[str, Any] = {"name": name, **self._own_bytes(index, layer, made)}
+        numbers["may_write"] = may_write(layer for _, layer in self._layers[index:])
+        numbers["renorms"] = bool(renorming(layer))
         numbers["output_bytes"] = {size: size_of(value) for size, value in self._inputs.items()}
-        numbers["peak_bytes"] = {} if None in peaks.values() else peaks
-        numbers["halves_bytes"] = halves
-        numbers["product_bytes"], numbers["apart_bytes"] = products
+        for n, each in zip(self._sizes, peaks, strict=True):
+            for what, value in each.items() if each and None not in peaks else ():
+                numbers.setdefault(what, {})[n] = value
         return numbers, runs
 
     def _observe_run(
         self, size: int, run: LayerRun, stashed: Iterable[SkipKey]
-    ) -> tuple[int | None, int, int, int]:
+    ) -> dict[str, int] | None:
         """Run a layer for the first time, and pass on its outputs.
 
-        Returns the maximum of bytes alive, or None if torch.compile hides them; and the bytes that
-        :func:`watch_halves` finds.
+        Returns bytes by the names of :class:`LayerProfile`, or None if torch.compile hides them.
         """
         layer = run.layer
         live: LiveMemory | None = None
@@ -610,20 +613,41 @@ class _Profiler:
         for parameter in layer.parameters():
             if parameter.requires_grad:  # as from the second micro-batch on
                 parameter.grad = torch.zeros_like(parameter)
-        peak = 0
+        forward = 0
         if live is not None:
             live.exclude(own)
-            peak = live.most - passing
+            forward = live.most - passing
             live.exclude(p.grad for p in own if p.grad is not None)
             live.restart_with(saved())
         del output, store, passed_on
-        halves, product, apart = watch_halves(run.roots)
-        # Without timing, backward may fail.
-        unsure = nullcontext() if self._timed else suppress(Exception)
-        with unsure, live or nullcontext(), likely or nullcontext():
+        split = live is not None and WeightGradients().splits(run.roots)
+        with self._may_fail(), live or nullcontext(), likely or nullcontext():
             run.run_backward()
         run.likely = max(likely.seconds, GPU.launch) if likely else 0.0
-        return None if live is None else max(peak, live.most), halves(), product, apart
+        if live is None:
+            return None
+        most = live.most
+        found = {"forward_peak_bytes": forward, "backward_peak_bytes": most}
+        found |= {"input_peak_bytes": most, "halves_bytes": 0, "weight_peak_bytes": 0}
+        with self._may_fail():
+            found |= self._observe_halves(run, live) if split else {}
+        return found
+
+    def _may_fail(self) -> AbstractContextManager[None]:
+        """Without timing, backward may fail."""
+        return nullcontext() if self._timed else suppress(Exception)
+
+    def _observe_halves(self, run: LayerRun, live: LiveMemory) -> dict[str, int]:
+        """Run a layer once more, backward in two halves."""
+        gradients, (_, saved) = WeightGradients(), record_saved(lambda: run.run_forward() and None)
+        live.restart_with(saved())
+        with live:
+            run.run_backward(go_back=gradients.go_back)
+            most, halves = live.most, live.alive
+            live.most = halves
+            gradients.accumulate()
+        names = ("input_peak_bytes", "halves_bytes", "weight_peak_bytes")
+        return dict(zip(names, (most, halves, live.most), strict=True))
 
     def _own_bytes(self, index: int, layer: nn.Module, made: nn.Module) -> dict[str, int]:
         """Bytes of parameters and buffers; those of an earlier layer count there."""

@@ -45,20 +45,23 @@ class LayerProfile:
         stored_bytes: what it stores for backward; each storage once, views and stored parts of its
             input included, parameters and buffers not.
         shared_bytes: the part of ``stored_bytes`` that earlier layers store, too.
-        peak_bytes: maximum bytes alive during its forward or backward: inputs, stored tensors,
-            outputs, temporaries and gradients, with a new weight gradient until it is accumulated.
-            Inputs that earlier layers store and it does not are left out. Empty if unknown.
+        forward_peak_bytes, backward_peak_bytes: maximum bytes alive during its forward and its
+            backward: inputs, stored tensors, outputs, temporaries and gradients, with a new weight
+            gradient until it is accumulated. Inputs that earlier layers store and it does not are
+            left out. Empty if unknown.
         parameter_bytes, frozen_bytes, buffer_bytes: its parameters, the part without gradients, and
             its buffers.
         interpreter: seconds that its forward holds the interpreter's lock, whatever the size; 0 if
             unknown.
         weight_share: the part of its backward, from 0 to 1, that computes the gradients of its
             parameters; None if unknown.
-        halves_bytes: what the weight half of its backward needs from the input half: inputs of its
-            products with weights, and gradients of their outputs. Empty if unknown.
-        product_bytes: the largest of these products.
-        apart_bytes: the largest of them that is made before it is added to a gradient, as that of a
-            convolution is.
+        input_peak_bytes, weight_peak_bytes: the same for the halves of a split backward: for the
+            gradients of its inputs, and for the products that are the gradients of its weights.
+        halves_bytes: what the weight half needs from the input half: inputs of its products, and
+            gradients of their outputs.
+        may_write: whether it, or a layer that gets its input from it, may write into that, so that
+            a pipe lets a stage that begins here work on copies of inputs that others need.
+        renorms: whether its forward writes into its weight, so that a pipe never recomputes it.
     """
 
     name: str
@@ -71,11 +74,14 @@ class LayerProfile:
     frozen_bytes: int = 0
     buffer_bytes: int = 0
     interpreter: float = 0.0
-    peak_bytes: BySize = field(default_factory=dict)
     weight_share: float | None = None
+    forward_peak_bytes: BySize = field(default_factory=dict)
+    backward_peak_bytes: BySize = field(default_factory=dict)
+    input_peak_bytes: BySize = field(default_factory=dict)
     halves_bytes: BySize = field(default_factory=dict)
-    product_bytes: int = 0
-    apart_bytes: int = 0
+    weight_peak_bytes: BySize = field(default_factory=dict)
+    may_write: bool = False
+    renorms: bool = False
 
     def memory(self, param_scale: float) -> float:
         """Return the bytes that stay on its device, whatever the number of micro-batches.

@@ -29,9 +29,9 @@ from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper
 from torch.utils._pytree import tree_leaves
 
 from syncpipe.data.trees import distinct
-from syncpipe.runtime.graph import nodes_of
+from syncpipe.runtime.weight_gradients import UNPACK
 
-__all__ = ["LiveMemory", "StoredMemory", "record_saved", "size_of", "watch_halves"]
+__all__ = ["LiveMemory", "StoredMemory", "record_saved", "size_of"]
 
 _T = TypeVar("_T")
 
@@ -69,57 +69,18 @@ def record_saved(call: Callable[[], _T]) -> tuple[_T, Callable[[], list[Tensor]]
     """
     seen: list[weakref.ref[Tensor]] = []
 
-    def pack(tensor: Tensor) -> Tensor:
+    def pack(tensor: Tensor) -> Callable[[], Tensor]:
         held = tensor.detach()  # else an output would keep its own graph alive
         seen.append(weakref.ref(held))
-        return held
+        return lambda: held
 
     hooks: Any = torch._C._autograd
-    hooks._push_saved_tensors_default_hooks(pack, lambda tensor: tensor)
+    hooks._push_saved_tensors_default_hooks(pack, UNPACK)
     try:
         result = call()
     finally:
         hooks._pop_saved_tensors_default_hooks()
     return result, lambda: [tensor for held in seen if (tensor := held()) is not None]
-
-
-#: For products with a weight: the node's attribute that is the input, and the index of the weight
-#: among the node's inputs. As ``syncpipe.training.weight_gradients`` splits them.
-FACTORS = {
-    "AddmmBackward0": ("_saved_mat1", 2),
-    "MmBackward0": ("_saved_self", 1),
-    "ConvolutionBackward0": ("_saved_input", 1),
-}
-#: Nodes between a weight and its product, as there.
-PASS_THROUGH = ("TBackward0", "ToCopyBackward0")
-
-
-def watch_halves(roots: Iterable[Tensor]) -> tuple[Callable[[], int], int, int]:
-    """Watch a graph. After its backward the function returns the bytes that weight halves need.
-
-    The numbers are bytes of the largest product, and of the largest one that is made before it is
-    added to a gradient; products of matrices are added at once.
-    """
-    inputs: dict[int, int] = {}
-    gradients, products, apart = list[int](), [0], [0]
-
-    def note(_: Any, grads: Any) -> None:
-        gradients.extend(size for _, size, _ in _storages_of(g for g in grads if g is not None))
-
-    for node in nodes_of(root.grad_fn for root in roots if root.grad_fn is not None):
-        factor, weight = FACTORS.get(node.name(), ("", 0))
-        hook = getattr(getattr(node, f"_raw{factor}", None), "unpack_hook", None)
-        # Hooks of the layer itself may recompute the input.
-        own = hook is None or hook.__module__ == __name__
-        leaf: Any = node.next_functions[weight][0] if factor and own else None
-        while leaf is not None and leaf.name() in PASS_THROUGH:
-            leaf = leaf.next_functions[0][0]
-        if hasattr(leaf, "variable"):
-            inputs |= {key: size for key, size, _ in _storages_of([getattr(node, factor)])}
-            node.register_hook(note)
-            products.append(size_of(leaf.variable))
-            apart += products[-1:] * (node.name() == "ConvolutionBackward0")
-    return lambda: sum(inputs.values()) + sum(gradients), max(products), max(apart)
 
 
 class LiveMemory(TorchDispatchMode):  # type: ignore[no-untyped-call]

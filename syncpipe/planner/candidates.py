@@ -13,9 +13,10 @@ with several stages is the largest sum over its stages at any moment:
 from __future__ import annotations
 
 import math
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property, lru_cache
+from functools import lru_cache
 from itertools import accumulate, product
 from typing import Any
 
@@ -28,8 +29,8 @@ from syncpipe.planner.machine import Machine
 from syncpipe.progress import NO_BAR
 from syncpipe.runtime.worker import has_lock
 from syncpipe.schedules import one_f_one_b
-from syncpipe.schedules.player import Costs, TimeTable, heads_and_tails, lower_bound, play
-from syncpipe.schedules.schedule import HALVES, KINDS, Kind, Schedule, devices_of, stages_on
+from syncpipe.schedules.player import Costs, heads_and_tails, lower_bound, play
+from syncpipe.schedules.schedule import KINDS, Action, Kind, Schedule, devices_of, stages_on
 
 __all__ = ["ADAM", "Candidate", "Problem", "ScheduleShape", "one_f_one_b_shape", "slots_bound"]
 
@@ -61,35 +62,58 @@ class ScheduleShape:
         """Bytes of these stages on device ``d`` during each action, of which one runs at a time,
         and during the optimizer's step.
         """
-        held = sum(x.fixed for x in stages.values())
-        for kind, _, j in self.schedule.actions[d]:
+        held, begun = sum(x.fixed - x.varying for x in stages.values()), set[int]()
+        messages = [
+            (size, self.waiting(kind, source, j, d, again=bool(x.once)))
+            for j, x in stages.items()
+            for kind, source, size in x.messages
+        ]
+        for k, (kind, _, j) in enumerate(self.schedule.actions[d]):
             if x := stages.get(j):
-                if kind == "forward":
-                    held += x.each
-                elif KINDS[kind].sends:
-                    held += x.once
-                yield held + x.transient + x.weight * (kind == "backward_weight")
-                if KINDS[kind].sends == "gradient":
-                    held -= x.each + x.once
-                    held += x.halves * (kind in HALVES)
-                elif kind in HALVES:
-                    held -= x.halves
+                most, held = x.levels(kind, held, j in begun)
+                yield most + sum(size * counts[k] for size, counts in messages)
+                if kind in ("backward", "backward_weight"):
+                    begun.add(j)
         yield sum(x.update for x in stages.values())
 
-    @cached_property
-    def _played(self) -> TimeTable:
-        """The ends of all actions if all stages take the same time."""
-        device_of = self.schedule.device_of
-        return play(self.schedule.actions, self.m, device_of, Costs.even(self.n)).table
+    @lru_cache(maxsize=2)  # noqa: B019
+    def _times(self, again: bool) -> list[dict[Action, tuple[float, float]]]:
+        """When each device begins and ends its actions, if all stages take the same time, and all
+        or none recompute.
+        """
+        rows, costs = self.schedule.actions, Costs.even(self.n)
+        counts = [self.m * again] * self.n
+        table = play(rows, self.m, self.schedule.device_of, costs, counts).table
+        ends = {a: table[a.kind][a.j].ends[a.i] for row in rows for a in row}
+        takes = {
+            kind: costs.times[kind][0] + again * (KINDS[kind].sends == "gradient") for kind in table
+        }
+        return [{a: (ends[a] - takes[a.kind], ends[a]) for a in row} for row in rows]
 
-    def waiting(self, kind: Kind, source: int, target: int) -> int:
-        """The most activations or gradients from stage ``source`` that wait at stage ``target``."""
+    @lru_cache(maxsize=1024)  # noqa: B019
+    def waiting(
+        self, kind: Kind, source: int, target: int, d: int, again: bool = False
+    ) -> list[int]:
+        """How many activations or gradients from stage ``source`` wait at stage ``target`` on
+        device ``d``, during each of its actions.
+        """
+        times, schedule, sent, begun = self._times(again), self.schedule, list[float](), []
+        for action, (begin, _) in times[d].items():
+            i, back = action.i, KINDS[action.kind].sends == "gradient"
+            if action.j == target and (back if kind == "backward" else action.kind == kind):
+                begun.append(begin)
+                sender = schedule.backward_of(i, source) if back else Action(kind, i, source)
+                sent.append(times[schedule.device(i, source)][sender][1])
+        sent.sort()
+        begun.sort()
+        spans = times[d].values()
+        return [bisect_left(sent, end) - bisect_right(begun, begin) for begin, end in spans]
+
+    def most_waiting(self, kind: Kind, source: int, target: int) -> int:
+        """The most that wait, on the first device of stage ``target``."""
         if self.slots and kind == "backward":
             return (self.slots[target] - self.slots[source] + 1) // 2
-        takes = 1 + (kind == "backward" and not self.split)
-        begun = ((end - takes, -1) for end in self._played[kind][target].ends)
-        sent = ((end, 1) for end in self._played[kind][source].ends)
-        return max(accumulate((change for _, change in sorted([*begun, *sent])), initial=0))
+        return max(self.waiting(kind, source, target, self.device_of[target]))
 
     def peak(self, d: int, stages: Mapping[int, StageMemory]) -> float:
         """The peak bytes of these stages on device ``d``."""
@@ -204,34 +228,56 @@ class Problem:
     ) -> StageMemory:
         """The memory of stage ``s``, given the layers of all stages."""
         chain, q = self.chain(shape.m), shape.in_flight[s]
-        q0 = shape.in_flight[0] if shape.slots else q + shape.waiting("forward", 0, s)
+        q0 = shape.in_flight[0] if shape.slots else q + shape.most_waiting("forward", 0, s)
         (i, j), speed = ends[s], self.machine.speed[shape.device_of[s]]
-        run, returned, summed = chain.run(i, j), 0.0, 0.0
+        run, returned, summed, shared = chain.run(i, j), 0.0, 0.0, 0.0
         crossing = bool(chain.skips or chain.ties)
         stages = [t for t, (a, b) in enumerate(ends) for _ in range((b - a) * crossing)]
+        messages = list[tuple[Kind, int, float]]()
         sent = [*chain.skips, *((a, b, size) for a, others, _, size in chain.ties for b in others)]
         for stash, pop, size in sent:
             if i <= stash < j <= pop:
-                returned += size * shape.waiting("backward", stages[pop], s)
+                returned += size * shape.most_waiting("backward", stages[pop], s)
+                messages.append(("backward", stages[pop], size))
+        for stash, pop, size in chain.skips:
+            if stash < i <= pop < j:
+                messages.append(("forward", stages[stash], size))
         for owner, others, size, trained in chain.ties:
             if i <= owner < j <= others[-1]:
                 summed += trained  # the sum of its own gradient and that of a copy
             copied = owner < i and any(i <= k < j for k in others)
             if copied and shape.device_of[stages[owner]] == shape.device_of[s]:
-                returned -= size + trained  # there is no copy, and its gradient stays
-        early = shape.waiting("forward", s - 1, s) if s and not shape.slots else None
+                shared += size + trained  # there is no copy, and its gradient stays
+        early = shape.most_waiting("forward", s - 1, s) if s and not shape.slots else None
         taken = self.machine.host * run.forward / speed
-        found = chain.needs(run, q, q0, mode, taken, returned, early)
-        if s and mode == "store" and shape.device_of[s - 1] == shape.device_of[s]:
+        found = chain.needs(run, q, q0, mode, taken, returned - shared, early)
+        here = shape.device_of[s]
+        if s and mode == "store" and shape.device_of[s - 1] == here:
             found = found._replace(each=found.each - chain.shared[i])  # the stage before has it
         if isinstance(mode, tuple):
             kept, peak = chain.by_layer(i, j, mode)
             found = found._replace(each=kept, once=peak - kept - run.transient)
-        if shape.split:
-            halves, transient = chain.sums["halves"], chain.split_transient(i, j)
-            weight = max(chain.apart[i:j]) - transient
-            found = found._replace(halves=halves[j] - halves[i], transient=transient, weight=weight)
-        return found._replace(transient=found.transient + summed, weight=found.weight - summed)
+        found = found._replace(
+            transient=found.transient + summed,
+            halves=chain.sums["halves"][j] - chain.sums["halves"][i],
+        )
+        if not chain.backward_peaks:
+            return found
+        if s:
+            kept = chain.shared[i] if shape.device_of[s - 1] == here else 0.0
+            messages.append(("forward", s - 1, chain.inputs[i] - min(kept, chain.inputs[i])))
+        if s + 1 < shape.n:
+            messages.append(("backward", s + 1, chain.inputs[j]))
+        if mode == "recompute":  # the skips that it popped are among its inputs
+            each, once = found.each + run.popped, found.once - run.popped
+            found = found._replace(each=each, once=once, copied=run.copied)
+        during, gradients = chain.during(i, j), self.trained(i, j)
+        more = {what: getattr(during, what) + summed for what in ("backward", "first", "input")}
+        steady = run.fixed + chain.batch * run.first - shared
+        return found._replace(
+            varying=found.fixed - steady + gradients, gradients=gradients,
+            messages=tuple(messages), during=during._replace(**more),
+        )  # fmt: skip
 
     def _on_replica(
         self, d: int, shape: ScheduleShape, j: int, ends: tuple[int, int], held: StageMemory

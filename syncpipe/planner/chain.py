@@ -4,20 +4,23 @@ A stage is a range ``[i, j)`` of layers. Times are in seconds, sizes in bytes, f
 
 Of the micro-batches in flight on a stage, one runs. Each of the others occupies its stored
 activations, or its inputs if the stage recomputes or offloads. Transient memory is what the running
-micro-batch needs beyond its stored activations at its peak:
+micro-batch needs beyond its stored activations, at the peak of an action:
 
-    layers    i ... l-1         l            l+1 ...
-              stored            at its peak  backward is done: nothing is left     max over l
+    layers              i ... l-1      l              l+1 ...
+    forward             stored         at its peak                               max over l
+    backward            stored         at its peak    nothing is left            max over l
+    its input half      stored         at its peak    what weight halves need    max over l
+    its weight half     what it needs  at its peak                               max over l
 
 The peak of a layer includes outputs, gradients of activations, and the gradient of a weight until
 it is added to the sum over micro-batches. Further memory of a stage:
 
-- inputs that arrived early, at most two; at stage 0 the rest of the mini-batch
+- inputs that arrived early, at most two; at stage 0 the mini-batch
 - skips from earlier stages, which can arrive as early as stage 0 can begin
 - gradients of skips that the stage stashed, and of weights that later stages have copies of
 - the optimizer's step, after all micro-batches
 
-Without peaks (:attr:`Chain.peaks` is empty) transient memory and early inputs count as 0.
+Without peaks (:attr:`Chain.backward_peaks` is empty) transient memory and early inputs count as 0.
 
 If a stage offloads, its device holds the running micro-batch, the one in transfer, and the bytes
 that the link cannot take during one forward (Wan et al. 2025, PipeOffload).
@@ -30,7 +33,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from itertools import accumulate, pairwise
-from operator import mul
+from operator import add, sub
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -39,6 +42,7 @@ from torch import Tensor
 from syncpipe.balance.profile import Profile, interpolate
 from syncpipe.planner.machine import Machine
 from syncpipe.schedules.player import Costs
+from syncpipe.schedules.schedule import Kind
 
 __all__ = [
     "Chain", "LayerRange", "Mode", "Spans", "StageMemory", "chunk_counts", "costs_of", "doubles",
@@ -59,10 +63,11 @@ _AHEAD = 2  # the most inputs that wait at a stage
 class LayerRange(NamedTuple):
     """Times and sizes of layers ``[i, j)``: numbers, or tensors for many ranges at once.
 
-    ``first``: whether ``i`` is 0. ``first_transient``: transient bytes of the first backward, when
-    no gradients of parameters exist yet. ``popped``: bytes of skips from before ``i``.
+    ``first``: whether ``i`` is 0. ``first_transient``: transient bytes until the first backward is
+    done, less those of gradients of parameters. ``popped``: bytes of skips from before ``i``.
     ``returned``: bytes of gradients, of skips and weights, from after ``j``. ``update``: bytes
-    during the optimizer's step.
+    during the optimizer's step. ``loss``: bytes that the loss function stores. ``copied``: bytes of
+    inputs of which the stage makes copies, if they are kept.
     """
 
     first: bool
@@ -76,20 +81,41 @@ class LayerRange(NamedTuple):
     popped: Any
     returned: Any
     update: Any
+    loss: Any
+    copied: Any
+
+
+class Transients(NamedTuple):
+    """Bytes beyond what a stage stores, at the peak of each kind of action.
+
+    ``first``: of the first backward, when no gradients of parameters exist yet. ``input`` and
+    ``weight``: of the halves of a split backward, for ``weight`` beyond what the half needs.
+    """
+
+    forward: float
+    backward: float
+    first: float
+    input: float
+    weight: float
 
 
 class StageMemory(NamedTuple):
     """The memory of a stage in bytes, numbers or tensors.
 
     Attributes:
-        fixed: at all times.
+        fixed: at all times, or at most.
         arrived: the part of ``fixed`` that is early inputs.
         transient: in addition, while one of its actions runs.
         each: for each micro-batch, from its forward on.
         once: in addition, from the beginning of a backward on.
         halves: between the halves of a backward, in place of ``each`` and ``once``.
         update: in total during the optimizer's step.
-        weight: in addition to ``transient``, while a weight half runs.
+        varying: the part of ``fixed`` that is not there at all times: gradients and messages.
+        gradients: bytes of the gradients that the first backward makes.
+        copied: bytes of inputs of which a forward makes copies.
+        messages: what waits until its action begins: by what kind of action and which stage it is
+            sent, and its bytes.
+        during: ``transient`` by kind of action.
     """
 
     fixed: Any
@@ -97,15 +123,37 @@ class StageMemory(NamedTuple):
     transient: Any
     each: Any
     once: Any
-    halves: Any
     update: Any
-    weight: Any = 0.0
+    halves: float = 0.0
+    varying: float = 0.0
+    gradients: float = 0.0
+    copied: float = 0.0
+    messages: tuple[tuple[Kind, int, float], ...] = ()
+    during: Transients = Transients(0.0, 0.0, 0.0, 0.0, 0.0)
 
     def peak(self, q: Any) -> Any:
         """The peak with ``q`` micro-batches in flight."""
         found = self.fixed + self.transient + q * self.each + self.once
         largest = torch.maximum if isinstance(found, Tensor) else max
         return largest(found, self.update)
+
+    def levels(self, kind: Kind, before: float, begun: bool) -> tuple[float, float]:
+        """The peak during an action, and the bytes after it, given those before.
+
+        ``begun``: whether a backward has made the gradients, which ``before`` then includes.
+        """
+        stored, during = self.each + self.once, self.during
+        if kind == "forward":
+            return before + stored + during.forward + self.copied, before + self.each
+        made = self.gradients * (not begun)
+        if kind == "backward_weight":
+            return before + made + during.weight, before + made - self.halves
+        whole = kind == "backward"
+        transient = during.input if not whole else during.backward if begun else during.first
+        # A stage that recomputes first runs forward again.
+        most = max(transient, during.forward if self.once else 0.0)
+        after = before - self.each + (made if whole else self.halves)
+        return before + self.once + most, after
 
 
 @dataclass(frozen=True)
@@ -124,11 +172,11 @@ class Chain:
         trained: bytes of trained parameters.
         update: bytes of the optimizer's step, besides its state.
         halves: bytes that the weight half of backward needs.
-        products: bytes of its largest product.
-        apart: bytes of its largest product that is not added to a gradient at once.
         weight: seconds of the weight half of backward.
         interpreter: seconds of forward that hold the interpreter's lock.
-        peaks: peak bytes while the layer runs (``LayerProfile.peak_bytes``); empty if unknown.
+        forward_peaks, backward_peaks, input_peaks, weight_peaks: peak bytes while the layer runs,
+            by kind of action (``LayerProfile.backward_peak_bytes``); empty if unknown.
+        copied: bytes of inputs that a stage which begins here copies if others need them.
         batch: bytes of the mini-batch on the first device; 0 if it is elsewhere.
         chunks: the number of micro-batches; 0 if unknown.
     """
@@ -142,14 +190,16 @@ class Chain:
     skips: tuple[tuple[int, int, float], ...] = ()
     weight: tuple[float, ...] = ()
     interpreter: tuple[float, ...] = ()
-    peaks: tuple[float, ...] = ()
+    forward_peaks: tuple[float, ...] = ()
+    backward_peaks: tuple[float, ...] = ()
     batch: float = 0.0
     ties: tuple[tuple[int, tuple[int, ...], float, float], ...] = ()
     trained: tuple[float, ...] = ()
     update: tuple[float, ...] = ()
     halves: tuple[float, ...] = ()
-    products: tuple[float, ...] = ()
-    apart: tuple[float, ...] = ()
+    input_peaks: tuple[float, ...] = ()
+    weight_peaks: tuple[float, ...] = ()
+    copied: tuple[float, ...] = ()
     chunks: int = 0
 
     @classmethod
@@ -165,41 +215,50 @@ class Chain:
         """
         layers = profile.layers
 
-        def numbers(what: str) -> tuple[float, ...]:
-            return tuple([interpolate(getattr(layer, what), samples) for layer in layers])
+        def numbers(what: str) -> list[float]:
+            return [interpolate(getattr(layer, what), samples) for layer in layers]
 
-        given, backward = profile.input_bytes, numbers("backward")
+        backward = numbers("backward")
         shares = [_HALF if x.weight_share is None else x.weight_share for x in layers]
         trained = tuple([float(x.parameter_bytes - x.frozen_bytes) for x in layers])
-        stored, outputs, halves = (
-            numbers(f"{what}_bytes") for what in ("stored", "output", "halves")
-        )
-        products = [layer.product_bytes for layer in layers]
-        apart: list[float] = [layer.apart_bytes for layer in layers]
-        if not any(layer.halves_bytes for layer in layers):  # unknown: the upper bounds
-            halves = tuple(s + out for s, out in zip(stored, outputs, strict=True))
-            apart = [*trained]
-        # Layers with tied weights hold nothing between the halves.
-        tied = {k for home, others, *_ in profile.ties for k in (home, *others)}
-        split = [float(k not in tied) for k in range(len(layers))]
+        stored, outputs, *peaks, halves = (
+            numbers(f"{what}_bytes")
+            for what in (
+                "stored", "output", "forward_peak", "backward_peak", "input_peak", "weight_peak",
+                "halves",
+            )
+        )  # fmt: skip
+        inputs = (interpolate(profile.input_bytes, samples), *outputs)
+        if all(layer.backward_peak_bytes for layer in layers):
+            # The backward of layers with tied weights is not split.
+            for k in {k for home, others, *_ in profile.ties for k in (home, *others)}:
+                peaks[2][k], peaks[3][k], halves[k] = peaks[1][k], 0.0, 0.0
+            # The loss function stores as much as the output, until it goes back.
+            stored[-1] += outputs[-1]
+            for kind in peaks[1:3]:
+                kind[-1] = max(kind[-1], stored[-1] + outputs[-1])
+        else:  # unknown; of the halves an upper bound
+            peaks, halves = [[]] * 4, [*map(add, stored, outputs)]
         chain = cls(
-            forward=numbers("forward"),
-            backward=backward,
-            inputs=(interpolate(given, samples), *outputs),
-            stored=stored,
-            shared=numbers("shared_bytes"),
+            forward=tuple(numbers("forward")),
+            backward=tuple(backward),
+            inputs=inputs,
+            stored=tuple(stored),
+            shared=tuple(numbers("shared_bytes")),
             fixed=tuple(layer.memory(param_scale) for layer in layers),
             weight=tuple(
                 b * x * (y > 0) for b, x, y in zip(backward, shares, trained, strict=True)
             ),
             interpreter=tuple(layer.interpreter for layer in layers),
-            peaks=numbers("peak_bytes") if all(layer.peak_bytes for layer in layers) else (),
+            forward_peaks=tuple(peaks[0]),
+            backward_peaks=tuple(peaks[1]),
+            input_peaks=tuple(peaks[2]),
+            weight_peaks=tuple(peaks[3]),
             ties=profile.ties,
             trained=trained,
             update=tuple([update * size for size in trained]),
-            halves=tuple(map(mul, halves, split)),
-            products=tuple(map(mul, products, split)),
-            apart=tuple(map(mul, apart, split)),
+            halves=tuple(halves),
+            copied=tuple([size * x.may_write for x, size in zip(layers, inputs, strict=False)]),
             skips=tuple(
                 (skip.stash, skip.pop, interpolate(skip.bytes, samples)) for skip in profile.skips
             ),
@@ -235,48 +294,73 @@ class Chain:
         found = {what: tuple(accumulate(each, initial=0.0)) for what, each in columns.items()}
         both = zip(found["forward"], found["backward"], strict=True)
         found["time"] = tuple(f + b for f, b in both)
-        return found | {"shared": self.shared, "inputs": self.inputs}
+        copied = self.copied or (0.0,) * len(self)
+        return found | {"shared": self.shared, "inputs": self.inputs, "copied": copied}
 
     @cached_property
     def tensors(self) -> dict[str, Tensor]:
         return {what: doubles(each) for what, each in self.sums.items()}
 
-    def _transient(
-        self, begin: Tensor, end: Tensor, *, first: bool = False, split: bool = False
-    ) -> Any:
-        """Transient bytes of ranges, in the ``first`` backward, or in one ``split`` into halves.
+    def _peaks(
+        self, begin: Tensor, end: Tensor, kind: str, *, bare: bool = False
+    ) -> tuple[Tensor, Tensor]:
+        """The peak bytes of ranges in actions of a kind, and the bytes that they store; if ``bare``
+        without the gradients of parameters that are made meanwhile.
 
         ``begin`` is a column in ascending order, ``end`` has a row for each of its numbers.
         """
-        if not self.peaks:
-            return 0.0
         x, low, high = self.tensors, int(begin[0]), int(end.max())
         layer = torch.arange(low, high)
-        to, shared, trained = x["stored"], x["shared"], x["trained"]
-        peaks = doubles(self.peaks[low:high])
-        if split:  # no products
-            bare = x["inputs"][layer] + x["inputs"][layer + 1] + doubles(self.stored)[layer]
-            peaks = torch.maximum(peaks - doubles(self.products)[layer], bare.minimum(peaks))
+        to, shared, trained, halves = x["stored"], x["shared"], x["trained"], x["halves"]
+        full = doubles(getattr(self, f"{kind}_peaks")[low:high]) + to[layer] - to[begin]
+        full = full + (shared[begin] - shared[layer]) * (layer > begin)
         # The gradient that a stage receives is there until its backward ends.
-        received = doubles([*self.inputs[: len(self)], 0.0])[end]
-        full = peaks + to[layer] - to[begin]
-        full += (shared[begin] - shared[layer]) * (layer > begin)
-        if split:  # what weight halves of the layers behind need, of which a layer may store a part
-            halves, behind = x["halves"], layer[1:]
+        received = doubles([*self.inputs[: len(self)], 0.0])[end] * (kind != "forward")
+        if kind == "input":  # what weight halves of the layers behind need, of which a layer may
+            behind = layer[1:]  # store a part
             full += halves[end] - halves[layer + 1]
             full[:, :-1] -= shared[behind].minimum(halves[behind + 1] - halves[behind])
             received *= halves[end] == halves[end - 1]  # else they need it, too
-        if first:
+        if bare:
             full -= trained[layer + 1] - trained[begin]
         most, last = full.masked_fill(layer < begin, -torch.inf).cummax(1)[0], end - 1 - low
         others = most.gather(1, (last - 1).clamp(min=0)) + received
         peak = full.gather(1, last)
         peak = torch.where(end - 1 > begin, peak.maximum(others), peak)
-        stored = to[end] - to[begin] + shared[begin]
-        least = -stored if first else torch.zeros_like(stored)
-        return torch.maximum(peak - stored, least)
+        return peak, to[end] - to[begin] + shared[begin]
 
-    def _run(self, x: Mapping[str, Any], i: Any, j: Any, first: bool, transient: Any) -> LayerRange:
+    def _transient(self, begin: Tensor, end: Tensor) -> tuple[Any, Any]:
+        """Transient bytes of ranges, and those until the first backward is done."""
+        if not self.backward_peaks:
+            return 0.0, 0.0
+        forward, stored = self._peaks(begin, end, "forward")
+        backward, first = (
+            self._peaks(begin, end, "backward", bare=bare)[0] for bare in (False, True)
+        )
+        trained = self.tensors["trained"][end] - self.tensors["trained"][begin]
+        first = first.maximum(forward - trained).clamp(min=0)
+        return forward.maximum(backward) - stored, first - stored
+
+    @cached_property
+    def _during(self) -> dict[tuple[int, int], Transients]:
+        return {}
+
+    def during(self, i: int, j: int) -> Transients:
+        """The transient bytes of ``[i, j)`` by kind of action."""
+        if not self.backward_peaks:
+            return Transients(0.0, 0.0, 0.0, 0.0, 0.0)
+        if (i, j) not in self._during:
+            at, end = torch.tensor([[[i]], [[j]]])
+            kinds = [("forward", False), ("backward", False), ("backward", True), ("input", False)]
+            peaks = (self._peaks(at, end, kind, bare=bare) for kind, bare in kinds)
+            forward, backward, first, half = (float(peak - stored) for peak, stored in peaks)
+            weight = max(map(sub, self.weight_peaks[i:j], self.halves[i:j]))
+            self._during[i, j] = Transients(forward, backward, first, half, weight)
+        return self._during[i, j]
+
+    def _run(
+        self, x: Mapping[str, Any], i: Any, j: Any, first: bool, transient: tuple[Any, Any]
+    ) -> LayerRange:
         f, b, fixed, stored, update = (
             x[what][j] - x[what][i] for what in ("forward", "backward", "fixed", "stored", "update")
         )
@@ -293,9 +377,10 @@ class Chain:
             )
             fixed = fixed + (size + 2 * trained) * copied  # one gradient is on its way
         stored = stored + x["shared"][i]
-        alone, inputs = transient[1], x["inputs"][i]
+        inputs, copied = x["inputs"][i], x["copied"][i]
+        loss = (j == len(self)) * self.inputs[-1] * bool(self.backward_peaks)
         return LayerRange(
-            first, f, b, fixed, inputs, stored, transient[0], alone, popped, returned, update
+            first, f, b, fixed, inputs, stored, *transient, popped, returned, update, loss, copied
         )
 
     def runs(self, at: Sequence[int], first: bool, width: int = 0) -> LayerRange:
@@ -306,23 +391,18 @@ class Chain:
         i, j = torch.tensor(at)[:-1, None], ends
         if first:
             i, j = i[:1], j[:1]
-        transient = [self._transient(i, j, first=which) for which in (False, True)]
-        return self._run(self.tensors, i, j, first, transient)
+        return self._run(self.tensors, i, j, first, self._transient(i, j))
 
     @cached_property
     def _runs(self) -> dict[tuple[int, int], LayerRange]:
         return {}
 
-    def split_transient(self, i: int, j: int) -> float:
-        """Transient bytes of ``[i, j)`` if its backward is split into halves."""
-        return float(self._transient(*torch.tensor([[[i]], [[j]]]), split=True))
-
     def run(self, i: int, j: int) -> LayerRange:
         """The range ``[i, j)``, as numbers."""
         if (i, j) not in self._runs:
             at = torch.tensor([[[i]], [[j]]])
-            transient = [float(self._transient(*at, first=which)) for which in (False, True)]
-            self._runs[i, j] = self._run(self.sums, i, j, i == 0, transient)
+            transient, alone = map(float, self._transient(*at))
+            self._runs[i, j] = self._run(self.sums, i, j, i == 0, (transient, alone))
         return self._runs[i, j]
 
     def needs(
@@ -335,11 +415,12 @@ class Chain:
         micro-batch in flight. ``early``: inputs that wait; by default all that stage 0 is ahead, at
         most two.
         """
-        stored, inputs, known = run.stored, run.inputs, bool(self.peaks)
+        stored, inputs, known = run.stored, run.inputs, bool(self.backward_peaks)
         # A stage that stores holds skips of micro-batches that it has not begun, others hold all.
         each, once, waiting = stored, 0.0, _positive(q0 - q) if known else q0
         if mode != "store":
-            each, once, waiting = inputs, stored - known * inputs, q0
+            each = inputs + run.loss
+            once, waiting = stored - known * each, q0
         if mode == "offload":
             more = _positive(q - 2)
             once = once + (q - 1 - more) * stored + more * _positive(stored - taken)
@@ -348,15 +429,19 @@ class Chain:
             # The first backward follows all forwards: no gradients yet.
             fewer = first if self.chunks == 1 else _positive(each + first) - each
             transient = transient + fewer * (q >= self.chunks)
-        arrived = 0.0
+        batch = arrived = 0.0
         if known and run.first:
-            arrived = _positive(self.batch - q * inputs)
+            # Micro-batches are parts of the mini-batch.
+            given = (
+                inputs if mode != "store" else 0.0 if run.copied else min(self.stored[0], inputs)
+            )
+            batch, each = self.batch, each - given * bool(self.batch)
         elif known:
             ahead = q0 - q if early is None else early
             arrived = (_positive(ahead) - _positive(ahead - _AHEAD)) * inputs
         returned = q // 2 * run.returned if returned is None else returned
-        fixed = run.fixed + arrived + waiting * run.popped + returned
-        return StageMemory(fixed, arrived, transient, each, once, stored, run.update)
+        fixed = run.fixed + batch + arrived + waiting * run.popped + returned
+        return StageMemory(fixed, arrived, transient, each, once, run.update)
 
     def held(self, i: int, j: int, after_stored: bool, recomputed: bool) -> tuple[float, float]:
         """Bytes of layers ``[i, j)`` from forward to backward of a micro-batch, and the most during
@@ -366,7 +451,7 @@ class Chain:
         there = self.shared[i] * after_stored
         kept = run.inputs - min(there, run.inputs) if recomputed else run.stored - there
         peak = run.stored - there + run.transient
-        return kept, max(kept, peak) if self.peaks or not recomputed else kept + peak
+        return kept, max(kept, peak) if self.backward_peaks or not recomputed else kept + peak
 
     def by_layer(self, i: int, j: int, spans: Spans) -> tuple[float, float]:
         """As :meth:`held`, for a stage ``[i, j)`` that recomputes ``spans``."""

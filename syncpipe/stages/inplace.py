@@ -17,14 +17,13 @@ borrowed tensors, unless all layers that see them are of kinds that never write.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from sys import getrefcount
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-from torch.nn.modules import module as global_hooks
+from torch import Tensor
 
 from syncpipe.data.trees import map_tensors, tensors_in
 from syncpipe.runtime.recomputation import version_of
@@ -62,45 +61,6 @@ def in_place(task: Any, r: int, inner: Any) -> Any:
         return outputs
 
     return outer
-
-
-def may_write(partition: nn.Sequential, *, pops: bool) -> bool:
-    """Whether layers may write into the inputs of their stage.
-
-    PyTorch's own layers write only if ``inplace`` is set; other layers may write. Any layer may see
-    a skip that the stage ``pops``.
-    """
-    if _hooked(partition) or global_hooks._global_forward_pre_hooks:
-        return True
-    for layer in _one_by_one(partition):
-        if not all(map(_never_writes, layer.modules())) or global_hooks._global_forward_hooks:
-            return True
-        if not pops and any(p is not None for p in layer._parameters.values()):
-            return False  # a layer with parameters returns a new tensor to the layers after it
-    return False
-
-
-def _one_by_one(layers: Iterable[nn.Module]) -> Iterator[nn.Module]:
-    for layer in layers:
-        if type(layer) is nn.Sequential and _never_writes(layer):
-            yield from _one_by_one(layer)
-        else:
-            yield layer
-
-
-def _never_writes(layer: nn.Module) -> bool:
-    own = vars(layer)
-    return not (
-        not type(layer).__module__.startswith(("torch.nn.modules.", "syncpipe.layers.batchnorm"))
-        or getattr(layer, "inplace", False)
-        or "forward" in own
-        or own.get("_compiled_call_impl")
-        or _hooked(layer)
-    )
-
-
-def _hooked(module: nn.Module) -> bool:
-    return bool(module._forward_hooks or module._forward_pre_hooks)
 
 
 def input_flags(inputs: Any, target: Any) -> list[int]:

@@ -23,7 +23,6 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from itertools import chain, islice, pairwise
-from operator import call
 from typing import Any
 
 import torch
@@ -33,6 +32,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from syncpipe.data.trees import described
 from syncpipe.runtime.engine import Run
 from syncpipe.runtime.recomputation import version_of
+from syncpipe.runtime.weight_gradients import UNPACK
 from syncpipe.runtime.worker import Worker
 from syncpipe.schedules.schedule import Kind
 from syncpipe.schedules.steps import Steps
@@ -41,7 +41,6 @@ from syncpipe.storage import storage_of
 
 SMALL = 1 << 18  #: bytes; smaller tensors stay: starting a copy takes longer than the copy
 AHEAD = 4  #: copies in flight to the host, and copies back that are started early
-UNPACK = call  #: the hook that unpacks: what is packed is a function
 
 _graph_stays = torch._C._autograd._get_current_graph_task_keep_graph  # as for retain_graph=True
 

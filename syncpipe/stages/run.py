@@ -15,12 +15,13 @@ from typing import Any, TypeVar
 
 from syncpipe.layers.batchnorm import MiniBatchStatistics
 from syncpipe.layers.unpack import call_note, spread
+from syncpipe.layers.writes import is_hooked, may_write
 from syncpipe.options import ByLayer, StageMode
 from syncpipe.runtime.errors import annotate
 from syncpipe.runtime.interrupts import Swap
 from syncpipe.runtime.recomputation import OUTERMOST
 from syncpipe.stages import drawing, recompute, wrappers
-from syncpipe.stages.inplace import GuardedInputs, may_write
+from syncpipe.stages.inplace import GuardedInputs
 from syncpipe.stages.stage import Stage
 
 #: The activation, and the skips.
@@ -84,7 +85,8 @@ class StageRun:
 
     @cached_property
     def writes(self) -> bool:
-        return may_write(self.stage.partition, pops=bool(self.stage.pops))
+        partition = self.stage.partition
+        return is_hooked(partition) or may_write(partition, pops=bool(self.stage.pops))
 
     def forward(self, i: int, inputs: Inputs, owners: Sequence[int] = ()) -> Inputs:
         """Computes cell ``(i, j)``: the output of the last layer, and the skips for other stages.

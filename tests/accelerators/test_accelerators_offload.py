@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from syncpipe import Pipe
+from syncpipe.runtime.weight_gradients import WeightGradients
 from syncpipe.stages import offload
-from syncpipe.training.weight_gradients import WeightGradients
 from tests import simulated
 from tests.accelerators.four import LAYOUTS, WIDTH, trained
 from tests.fuzz.models import OwnStream

@@ -330,9 +330,13 @@ def test_tied_parameters_count_once() -> None:
 def test_a_pipe_that_ran_before_does_not_make_layers_look_compiled() -> None:
     """Modules that draw hold the generators by the attribute that ``compile()`` sets."""
     model = nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5), nn.Linear(4, 4))
-    before = [layer.peak_bytes for layer in profile(model, torch.rand(2, 4), time=False).layers]
+    before = [
+        layer.backward_peak_bytes for layer in profile(model, torch.rand(2, 4), time=False).layers
+    ]
     Pipe(model, [2, 1], devices=["cpu:0", "cpu:1"], chunks=2)(torch.rand(2, 4)).sum().backward()
-    after = [layer.peak_bytes for layer in profile(model, torch.rand(2, 4), time=False).layers]
+    after = [
+        layer.backward_peak_bytes for layer in profile(model, torch.rand(2, 4), time=False).layers
+    ]
     assert all(before)
     assert after == before
 

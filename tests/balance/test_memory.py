@@ -143,7 +143,8 @@ def test_the_sum_for_a_stage(chance: random.Random) -> None:
 
 def peaks(*layers: nn.Module, x: Tensor) -> list[float]:
     found = measured(*layers, sample=x, sizes=[len(x)])
-    return [layer.peak_bytes[len(x)] / FLOAT for layer in found.layers]
+    both = [(layer.forward_peak_bytes, layer.backward_peak_bytes) for layer in found.layers]
+    return [max(forward[len(x)], backward[len(x)]) / FLOAT for forward, backward in both]
 
 
 def test_a_linear_layer_has_both_gradients_and_that_of_its_weight() -> None:
@@ -173,6 +174,21 @@ def test_what_else_is_alive_meanwhile() -> None:
     assert peaks(nn.ReLU(), x=torch.rand(8, 3)) == [2 * 8 * 3]  # nothing goes back
 
 
+def test_a_backward_in_halves() -> None:
+    layer, x = nn.Linear(30, 50, bias=False), torch.rand(8, 30).requires_grad_()
+    (found,) = measured(layer, sample=x, sizes=[8]).layers
+    kept = 8 * 30 + 8 * 50  # the input, and the gradient of the output
+    assert found.halves_bytes[8] == FLOAT * kept
+    assert found.input_peak_bytes[8] == FLOAT * (kept + 8 * 30)
+    assert found.weight_peak_bytes[8] == FLOAT * kept  # added to the gradient at once
+    twice = Do(lambda x: layer(layer(x[:, :30]).repeat(1, 2)[:, :30]))
+    twice.layer = layer
+    (found,) = measured(twice, sample=x, sizes=[8]).layers  # a weight used twice is not split
+    assert found.halves_bytes[8] == found.weight_peak_bytes[8] == 0
+    assert found.input_peak_bytes == found.backward_peak_bytes
+    assert layer.weight.grad is None
+
+
 # --- sizes without memory -----------------------------------------------------------------------
 
 
@@ -191,9 +207,12 @@ def everything() -> nn.Sequential:
 
 def sizes_only(found: Profile) -> list[Any]:
     layers = [
-        (x.name, x.output_bytes, x.stored_bytes, x.shared_bytes, x.peak_bytes, x.memory(3.0))
+        (
+            x.name, x.output_bytes, x.stored_bytes, x.shared_bytes, x.memory(3.0),
+            x.forward_peak_bytes, x.backward_peak_bytes, x.input_peak_bytes, x.halves_bytes,
+        )
         for x in found.layers
-    ]
+    ]  # fmt: skip
     return [layers, found.skips, found.input_bytes]
 
 
@@ -258,7 +277,7 @@ def test_what_is_estimated_says_so_and_sizes_are_those_of_meta(tmp_path: Any) ->
     assert (sizes.source, sizes.how) == ("sizes", "sizes counted on meta")
     for one, other in zip(found.layers, sizes.layers, strict=True):
         assert one.stored_bytes == other.stored_bytes
-        assert one.peak_bytes == other.peak_bytes
+        assert one.backward_peak_bytes == other.backward_peak_bytes
         assert one.forward[8] > 0 == other.forward[8]
 
 

@@ -26,7 +26,7 @@ from benchmarks.overhead import CHUNKS, calls_per_cell, tiny
 from benchmarks.overhead import peers as ways
 from benchmarks.peers import CPU, LIBRARIES, PLACES, fitting, gathered, missing
 from benchmarks.tasks import OURS, Peer, Task, check, distance, ours, plain
-from syncpipe.training.weight_gradients import PRODUCTS
+from syncpipe.runtime.weight_gradients import PRODUCTS
 from tests import simulated
 
 

@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
 from syncpipe import Pipe, is_recomputing
-from syncpipe.training.weight_gradients import WeightGradients
+from syncpipe.runtime.weight_gradients import WeightGradients
 from tests.support.running import MODES
 from tests.support.training import FOUR, KINDS, RUNS
 

@@ -17,8 +17,8 @@ from torch import Tensor, nn
 
 import syncpipe
 from syncpipe import NoChunk, Pipe
+from syncpipe.runtime.weight_gradients import WeightGradients
 from syncpipe.schedules import gpipe
-from syncpipe.training.weight_gradients import WeightGradients
 from tests.support.models import CHECKPOINT_MODES, linear_model
 from tests.support.models import Counter as Counting
 from tests.support.running import Do, Noise, Using, assert_same, on_gradient

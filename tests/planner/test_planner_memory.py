@@ -15,13 +15,10 @@ from torch.nn import functional as F
 import syncpipe
 from syncpipe import Pipe
 from syncpipe.balance import LayerProfile, Profile, profile
-from syncpipe.balance.stored import FACTORS, PASS_THROUGH
 from syncpipe.planner.candidates import Problem, ScheduleShape, one_f_one_b_shape
 from syncpipe.planner.chain import Chain, Mode, ends_of
 from syncpipe.planner.machine import Machine, machine_of
 from syncpipe.schedules import build
-from syncpipe.training import weight_gradients
-from syncpipe.training.weight_gradients import PRODUCTS
 from tests.support import accelerator as acc
 
 CHUNKS, SAMPLES = 6, 8
@@ -143,15 +140,19 @@ def test_the_planned_peak_is_near_what_devices_count(model, schedule, checkpoint
     candidate = Problem(found, Machine.even(3), len(x), 2.0).evaluate(shape, cut, modes)
     assert candidate is not None
     counted = peaks(layers, x, cut, schedule=schedule, checkpoint=checkpoint)
-    assert max(candidate.on_device) == pytest.approx(max(counted), rel=0.1)
-    assert candidate.on_device[0] == pytest.approx(counted[0], rel=0.1)
+    near = {"rel": 0.1 if model is tied or schedule == "gpipe" else 0.05}  # tied: depends on timing
+    assert max(candidate.on_device) == pytest.approx(max(counted), **near)
+    assert candidate.on_device[0] == pytest.approx(counted[0], **near)
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize(
-    ("schedule", "device_of"), [("zbv", (0, 1, 2, 2, 1, 0)), ("v_half", (0, 1, 2, 2, 1, 0)),
-                                ("interleaved_zero_bubble", (0, 1, 2, 0, 1, 2))],
-)  # fmt: skip
+    ("schedule", "device_of"),
+    [
+        *((name, (0, 1, 2, 2, 1, 0)) for name in ("zbv", "v_half", "dualpipev")),
+        ("interleaved_zero_bubble", (0, 1, 2, 0, 1, 2)),
+    ],
+)
 @pytest.mark.parametrize("model", [mlp, conv_net, tied])
 @pytest.mark.usefixtures("four_devices")
 def test_a_device_with_two_stages_holds_what_is_planned(model, schedule, device_of):
@@ -164,7 +165,9 @@ def test_a_device_with_two_stages_holds_what_is_planned(model, schedule, device_
     assert candidate is not None
     options: Any = {"schedule": schedule, "checkpoint": "never", "device_of": device_of}
     counted = peaks(layers, x, cut, **options)
-    assert max(candidate.on_device) == pytest.approx(max(counted), rel=0.15)
+    assert max(candidate.on_device) == pytest.approx(
+        max(counted), rel=0.15 if model is tied else 0.05
+    )
 
 
 @pytest.mark.gpu
@@ -215,11 +218,6 @@ def test_what_a_model_takes_on_its_device_is_free() -> None:
     assert limits[0] == pytest.approx(limits[1], rel=0.01)
 
 
-def test_halves_are_split_as_training_splits_them() -> None:
-    assert {name: (p.factor, p.weight) for name, p in PRODUCTS.items()} == FACTORS
-    assert weight_gradients._PASS_THROUGH == PASS_THROUGH
-
-
 @pytest.mark.gpu
 @pytest.mark.parametrize("checkpoint", ["never", "always"])
 def test_gradients_that_a_step_finds_are_copied_for_it(checkpoint):
@@ -239,8 +237,11 @@ def test_gradients_that_a_step_finds_are_copied_for_it(checkpoint):
 def numbers(**layers: Any) -> Profile:
     made = []
     for name, (output, stored, peak) in layers.items():
-        peaks = {} if peak is None else {1: peak}
-        made.append(LayerProfile(name, {1: 1}, {1: 2}, {1: output}, {1: stored}, peak_bytes=peaks))
+        peaks: Any = {} if peak is None else {1: peak}
+        made.append(LayerProfile(
+            name, {1: 1}, {1: 2}, {1: output}, {1: stored},
+            forward_peak_bytes=peaks, backward_peak_bytes=peaks, input_peak_bytes=peaks,
+        ))  # fmt: skip
     return Profile(tuple(made), input_bytes={1: 7})
 
 
@@ -250,7 +251,8 @@ SKIP = Chain(
     (0.0, 400.0, 31.0), ((0, 2, 7.0),),
 )  # fmt: skip
 HOST = Chain((1.0,), (2.0,), (3.0,), (40.0,), (0.0,), (5.0,))
-#: Running forward a has 100, or on top of the 20 of a, b has 45; or a, b, and c has 8.
+#: Running forward a has 100, or on top of the 20 of a, b has 45; or a, b, and c has 8. The loss
+#: function stores 10, as much as the output.
 PEAKS = Chain.of(numbers(a=(10, 20, 100), b=(10, 30, 45), c=(10, 5, 8)), 1, 4.0)
 #: Of 8 samples, 7 bytes each.
 BATCH = Chain.of(numbers(a=(10, 20, 20), b=(10, 30, 30)), 1, 4.0, 8)
@@ -271,9 +273,9 @@ UNKNOWN = Chain.of(numbers(a=(10, 20, None), b=(10, 30, 45)), 1, 4.0, 8)
         (HOST, (0, 1, 4, 4, "offload", 30.0), 5 + 4 * 3 + 40 + 40 + 2 * 10),
         (HOST, (0, 1, 1, 4, "offload"), 5 + 3 + 40),
         (PEAKS, (0, 3, 1, 1, "store"), 100),
-        (PEAKS, (1, 3, 1, 1, "store"), 45),
-        (PEAKS, (1, 3, 4, 6, "store"), 4 * 35 + 10 + 2 * 10),  # two inputs came early
-        (PEAKS, (1, 3, 4, 6, "recompute"), 3 * 10 + 35 + 10 + 2 * 10),
+        (PEAKS, (1, 3, 1, 1, "store"), 45 + 10),  # b has the gradient that came
+        (PEAKS, (1, 3, 4, 6, "store"), 4 * 45 + 10 + 2 * 10),  # two inputs came early
+        (PEAKS, (1, 3, 4, 6, "recompute"), 3 * (10 + 10) + 45 + 10 + 2 * 10),
         (BATCH, (0, 1, 3, 3, "store"), 3 * 20 + (7 * 8 - 7 * 3)),  # on the first device
         (BATCH, (0, 1, 8, 8, "store"), 8 * 20),
         (UNKNOWN, (0, 2, 3, 3, "store"), 3 * 50),

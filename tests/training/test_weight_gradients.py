@@ -16,7 +16,7 @@ from torch.nn.utils import parametrizations, weight_norm
 from torch.utils.checkpoint import checkpoint
 
 from syncpipe import Pipe
-from syncpipe.training.weight_gradients import WeightGradients
+from syncpipe.runtime.weight_gradients import WeightGradients
 from tests.support.running import Using, on_gradient
 
 
