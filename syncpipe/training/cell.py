@@ -21,6 +21,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from syncpipe.data.trees import distinct, map_tensors, tensors_in
 from syncpipe.runtime.graph import go_back
+from syncpipe.storage import own_storage
 
 _PythonNode: type[Any] = torch._C._FunctionBase
 #: ``GradientEdge`` from the tuple of its fields, without a Python call.
@@ -165,6 +166,11 @@ def detached(value: Any) -> Any:
         return [made[id(tensor)] for tensor in tensors]
 
     return map_tensors(detach, value)
+
+
+def with_own_storage(value: Any) -> Any:
+    """A tree to keep, whose tensors are no slices of larger storages."""
+    return map_tensors(lambda tensors: list(map(own_storage, tensors)), value)
 
 
 def _end(tensor: Tensor) -> GradientEdge:

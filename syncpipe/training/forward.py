@@ -13,7 +13,8 @@ layers themselves where that is needed.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import warnings
+from collections.abc import Collection, Sequence
 from copy import copy
 from functools import lru_cache, partial
 from itertools import chain, compress, islice, repeat
@@ -25,6 +26,9 @@ from torch.autograd.graph import get_gradient_edge
 
 from syncpipe.data.batches import gather, scatter_sized
 from syncpipe.data.trees import described, map_tensors, tensors_in
+from syncpipe.data.uncut import samples_elsewhere
+from syncpipe.hints import caller_stacklevel
+from syncpipe.layers.conversion.signature import common_outputs
 from syncpipe.runtime.errors import annotate
 from syncpipe.runtime.graph import captured_grads, go_back
 from syncpipe.runtime.interrupts import run_and_undo, with_swaps
@@ -38,9 +42,8 @@ from syncpipe.stages.pipeline import Pipeline
 from syncpipe.stages.plain_graph import needs_graph, plain
 from syncpipe.stages.sharing import CallReplicas
 from syncpipe.storage import modules_of, storage_users
-from syncpipe.training.cell import ANCHOR, Cell
+from syncpipe.training.cell import ANCHOR, Cell, with_own_storage
 from syncpipe.training.leaves import Leaves
-from syncpipe.training.results import common_leaves_of, join_outputs
 from syncpipe.training.sources import Source
 from syncpipe.training.task import TrainingTask
 
@@ -64,8 +67,13 @@ def forward(
         pipeline, len(micro_batches), checkpoint=checkpoint, inline=bool(inline),
         recorder=recorder, graph=True,
     )  # fmt: skip
-    source, head = Source(micro_batches, [None] * call.m, sizes), _Outputs(call)
-    leaves = Captured(call, micro_batches) if call.state.grad else None
+    source = Source(micro_batches, [None] * call.m, sizes)
+    return outputs_of(call, source, Captured(call, micro_batches) if call.state.grad else None)
+
+
+def outputs_of(call: Call, source: Source, leaves: Captured | None = None) -> Any:
+    """Runs a forward; its outputs hang on a node if ``leaves`` get gradients."""
+    pipeline, head = call.pipeline, _Outputs(call)
     task = TrainingTask(call, source, head, leaves)
     call.run(forward_steps(pipeline.edges, call.m, pipeline.placement), task)
     outputs, head.outputs = call.collect_outputs(head.outputs), []
@@ -73,6 +81,25 @@ def forward(
         entered = [tensor for i in range(call.m) for tensor in source.differentiable_inputs(i)]
         outputs = leaves.attach_node(task, head, entered, outputs)
     return join_outputs(pipeline, outputs, source)
+
+
+def join_outputs(pipeline: Pipeline, outputs: list[Any], source: Source) -> Any:
+    """The outputs of micro-batches as one; warns once if samples are not in dimension 0."""
+    if len(outputs) > 1 and not pipeline.has_joined:
+        pipeline.has_joined = True
+        if found := samples_elsewhere(outputs, source.sizes, source.other_sizes):
+            warnings.warn(
+                f"{found}, it seems, and the outputs of micro-batches are put together along "
+                "dimension 0: put samples first in the last layer, output.transpose(0, 1), or "
+                "compute the loss in train_batch. Ignore this if samples are in dimension 0",
+                stacklevel=caller_stacklevel(),
+            )
+    return gather(outputs, common_leaves_of(pipeline))
+
+
+def common_leaves_of(pipeline: Pipeline) -> Collection[int]:
+    """The indices of output leaves that are the same in every micro-batch."""
+    return common_outputs(pipeline.stages[pipeline.n - 1].partition)
 
 
 class _Outputs:
@@ -89,6 +116,8 @@ class _Outputs:
 
     def take(self, r: int, i: int, output: Any, target: Any, cell: Cell) -> None:
         self.outputs[i], self.flags[i] = cell.detach_output(output)
+        if self._call.m > 1 and not self._call.state.grad:
+            self.outputs[i] = with_own_storage(self.outputs[i])
 
     def go_back(self, r: int, i: int, cell: Cell) -> list[list[Tensor | None]]:
         grads, self.grads[i] = self.grads[i], []

@@ -17,6 +17,7 @@ import math
 import numbers
 import threading
 from collections.abc import Sequence
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -28,7 +29,7 @@ from syncpipe.runtime.errors import annotate
 from syncpipe.runtime.streams import moved
 from syncpipe.stages.call import Call
 from syncpipe.storage import own_storage
-from syncpipe.training.cell import FOREIGN, Cell, cut_graph, detached, ends_of
+from syncpipe.training.cell import FOREIGN, Cell, cut_graph, detached, ends_of, with_own_storage
 from syncpipe.training.loss_function import Loss, Returned, Weight, parse
 from syncpipe.training.sources import Source
 
@@ -97,9 +98,7 @@ class Objective:
         loss, weight = returned.loss, self._weight(i, returned, output, target)
         self._losses[i], self._weights[i] = own_storage(loss.detach()), weight
         if returned.metrics:
-            self._metrics[i] = map_tensors(
-                lambda ts: [own_storage(t.detach()) for t in ts], dict(returned.metrics)
-            )
+            self._metrics[i] = with_own_storage(detached(dict(returned.metrics)))
         if self.known_weights is not None:
             self._divisor = self.known_weights[1]
         elif self._divisor is None:
@@ -251,23 +250,24 @@ class LossHead:
     """Takes the outputs of the last stage, on the worker or workers that run it.
 
     They change the shared state under a lock, and no result depends on their order. The loss
-    function runs outside the lock. Without an ``objective`` there are outputs only. A ``check``
-    keeps arguments of the loss function on the first of them.
+    function runs outside the lock. A ``check`` keeps arguments of the loss function on the first
+    of them.
     """
 
     graph_outputs = staticmethod(distinct)  #: the tensors of an output that may get gradients
 
     def __init__(
-        self, call: Call, objective: Any, leaves: Any = None, *, keep_outputs: bool,
+        self, call: Call, objective: Any, leaves: Any = None, *, keep_outputs: bool = False,
         check: Any = None,
     ) -> None:  # fmt: skip
         self._call, self._objective, self._leaves, self.check = call, objective, leaves, check
         self._lock = threading.Lock()
-        self._weights_at_start = None if objective is None else objective.known_weights
-        self._weights_of: dict[int, Any] = {}  # the same on the device of each worker
-        draws = None if objective is None else objective.draws
+        #: The known weights on the device of a stage, after the work of the caller.
+        self._weights_on = cache(partial(call.to_stage, objective.known_weights))
         #: For each worker the generators that the loss function draws from; None: unknown.
-        self.draws: dict[int, int | None] = dict.fromkeys(call.pipeline.indices[-1], draws)
+        self.draws: dict[int, int | None] = dict.fromkeys(
+            call.pipeline.indices[-1], objective.draws
+        )
         #: For each worker a parameter that shows whether the loss function called backward().
         self._probes: dict[int, Tensor | None] = {
             r: next((p for p in leaves.parameters[r] if p.requires_grad), None)
@@ -280,15 +280,14 @@ class LossHead:
         """Takes the output of a micro-batch, and gives its cell the root of backward."""
         if self.outputs is not None:
             self.outputs[i] = detached(output)
-        if self._objective is not None:
-            if self._call.state.grad:
-                output, target = self._begin_loss_graph(output, target, cell)
-            root, share = self._loss(r, i, (output, target))
-            if root.requires_grad:
-                self.loss_requires_grad = True
-                cell.root = ends_of(root)[0], torch.full_like(root, share)
+        if self._call.state.grad:
+            output, target = self._begin_loss_graph(output, target, cell)
+        root, share = self._loss(r, i, (output, target))
+        if root.requires_grad:
+            self.loss_requires_grad = True
+            cell.root = ends_of(root)[0], torch.full_like(root, share)
         if self.outputs is not None and self._call.m > 1:  # now, as loss_fn may modify the output
-            self.outputs[i] = map_tensors(lambda ts: [own_storage(t) for t in ts], self.outputs[i])
+            self.outputs[i] = with_own_storage(self.outputs[i])
 
     def _begin_loss_graph(self, output: Any, target: Any, cell: Cell) -> tuple[Any, Any]:
         """Connects the graph of the loss to the cell's; cuts it if only the cell is recomputed."""
@@ -320,12 +319,9 @@ class LossHead:
                 if probe.grad is not None:
                     raise RuntimeError(_BACKWARD)
                 probe.grad = before
-            if r not in self._weights_of and self._weights_at_start is not None:
-                self._weights_of[r] = self._call.to_stage(self._weights_at_start, r)
+            known = self._weights_on(r)
             with self._lock:
-                root: tuple[Tensor, float] = objective.root_and_gradient(
-                    i, result, *given, self._weights_of.get(r)
-                )
+                root: tuple[Tensor, float] = objective.root_and_gradient(i, result, *given, known)
             self._call.release_to_caller(r, objective.records(i))
             return root
         except BaseException as error:
