@@ -41,13 +41,13 @@ class Container(ModelNames):
     """The layers of a pipe. What changes them, or a setting, makes a new layout."""
 
     _layout: Layout
-    _pipeline: Pipeline | None
+    _pipeline: Pipeline | None = None
     _source_layers: Any
     _chunks: int
-    _time_checked: bool
-    _averaging: Any
-    _trace: Trace | None
-    _warned: bool
+    _time_checked = False
+    _averaging: Any = None  #: over processes, see ``syncpipe.distributed``
+    _trace: Trace | None = None
+    _warned = False  #: of other processes
 
     @classmethod
     def auto(
@@ -109,8 +109,7 @@ class Container(ModelNames):
         self._layout = layout
         if not same_layers(self._modules, layout.layers):
             self._modules = dict[str, Any](layout.layers)
-        self._pipeline: Pipeline | None = None
-        self._time_checked = False
+        self._pipeline, self._time_checked = None, False
 
     def _change(self, **asked: Any) -> None:
         """Changes settings of the layout, and its layers to those that are registered now."""

@@ -39,7 +39,6 @@ from syncpipe.schedules.named import ScheduleLike
 from syncpipe.schedules.stream import Versions
 from syncpipe.stages.locks import CallLocks
 from syncpipe.stages.pipeline import Pipeline
-from syncpipe.timeline.trace import Trace
 from syncpipe.training.forward import forward
 from syncpipe.training.loaders import refuse_dataset, source_of
 from syncpipe.training.loss import Objective
@@ -71,18 +70,6 @@ class _Train(_Eval, total=False):
     slots: str | Sequence[int] | None
     accumulate: float
     grad_scaler: Any
-
-
-class _LossOnly(_Train, total=False):
-    return_outputs: Literal[False]
-
-
-class _Outputs(_Train):
-    return_outputs: Literal[True]
-
-
-class _Either(_Train):
-    return_outputs: bool
 
 
 class _SignedForward:
@@ -172,9 +159,6 @@ class Pipe(Container):
         layers = as_sequential(module)
         self._source_layers: Any = WeakKeyDictionary({layers: list(layers._modules.items())})
         self.training = layers.training
-        self._averaging: Any = None  # over processes, see `syncpipe.distributed`
-        self._warned = False  # of other processes
-        self._trace: Trace | None = None
         self._loss_counts, self._eval_counts = LossCounts(), LossCounts()
         self._locks: CallLocks | None = None
         self._loader_passes: WeakIdKeyDictionary | None = None  # DataLoader -> its iterator
@@ -216,28 +200,33 @@ class Pipe(Container):
 
     @overload
     def train_batch(
-        self, input: Any = None, target: Any = None, *, loss_fn: _LossFn, **more: Unpack[_LossOnly]
-    ) -> Tensor: ...
+        self, input: Any = None, target: Any = None, *, loss_fn: _LossFn,
+        return_outputs: Literal[False] = False, **more: Unpack[_Train],
+    ) -> Tensor: ...  # fmt: skip
 
     @overload
     def train_batch(
-        self, input: Any = None, target: Any = None, *, loss_fn: _LossFn, **more: Unpack[_Outputs]
-    ) -> tuple[Tensor, Any]: ...
+        self, input: Any = None, target: Any = None, *, loss_fn: _LossFn,
+        return_outputs: Literal[True], **more: Unpack[_Train],
+    ) -> tuple[Tensor, Any]: ...  # fmt: skip
 
     @overload
     def train_batch(
-        self, input: Any = None, target: Any = None, *, loss_fn: _Metric, **more: Unpack[_LossOnly]
-    ) -> tuple[Tensor, dict[str, Any]]: ...
+        self, input: Any = None, target: Any = None, *, loss_fn: _Metric,
+        return_outputs: Literal[False] = False, **more: Unpack[_Train],
+    ) -> tuple[Tensor, dict[str, Any]]: ...  # fmt: skip
 
     @overload
     def train_batch(
-        self, input: Any = None, target: Any = None, *, loss_fn: _Metric, **more: Unpack[_Outputs]
-    ) -> tuple[Tensor, Any, dict[str, Any]]: ...
+        self, input: Any = None, target: Any = None, *, loss_fn: _Metric,
+        return_outputs: Literal[True], **more: Unpack[_Train],
+    ) -> tuple[Tensor, Any, dict[str, Any]]: ...  # fmt: skip
 
     @overload
     def train_batch(
-        self, input: Any = None, target: Any = None, *, loss_fn: Any, **more: Unpack[_Either]
-    ) -> Any: ...
+        self, input: Any = None, target: Any = None, *, loss_fn: Any,
+        return_outputs: bool, **more: Unpack[_Train],
+    ) -> Any: ...  # fmt: skip
 
     @with_hints
     def train_batch(
