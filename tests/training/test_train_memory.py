@@ -254,6 +254,24 @@ def test_gradients_of_inputs_that_are_parts_of_larger_tensors_do_not_keep_them()
     assert x.grad is not None
 
 
+@pytest.mark.parametrize("call", ["eval_batch", "return_outputs", "pipe(x)"])
+def test_outputs_that_are_parts_of_larger_tensors_do_not_keep_them(call):
+    storages = Storages()
+
+    def cut(x):
+        return storages.add(torch.cat([x, torch.zeros(len(x), 50)], 1))[:, :4]
+
+    pipe, x = pipe_of(nn.Sequential(nn.Linear(4, 4), Do(cut)), chunks=FEW), torch.randn(FEW, 4)
+    if call == "pipe(x)":
+        with torch.no_grad():
+            pipe(x)
+    elif call == "eval_batch":
+        pipe.eval_batch(x)
+    else:
+        pipe.train_batch(x, loss_fn=torch.sum, loss_reduction="sum", return_outputs=True)
+    assert storages.most <= 2
+
+
 def frozen_pipe(**options) -> tuple[Pipe, list[Watched]]:
     """Four stages, the first two of them frozen."""
     layers = [Watched() for _ in range(4)]
