@@ -215,10 +215,8 @@ class Objective:
         weight, loss = returned.weight, returned.loss
         if self.known_weights is not None:
             weight = self.known_weights[0][i]
-        elif weight is None and self.loss_fn.weigh is not None:
-            weight = self.loss_fn.weight(i, target)
-        elif weight is None and self.loss_fn.count is not None:
-            weight = self.loss_fn.count(output, target)
+        elif weight is None:
+            weight = self.loss_fn.weight(i, target, output)
         if weight is None:
             weight = self.sizes[i]
         if isinstance(weight, Tensor):  # counts overflow in half precision

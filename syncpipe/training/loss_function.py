@@ -63,10 +63,10 @@ class Loss:
         )
         return 0 if self.exact and not hooked else None
 
-    def weight(self, i: int, target: Any) -> Weight | None:
-        """The weight of micro-batch ``i`` by ``weigh``; None if that does not apply."""
+    def weight(self, i: int, target: Any, output: Any = None) -> Weight | None:
+        """The weight of micro-batch ``i``; None if it is the number of samples."""
         if self.weigh is None:
-            return None
+            return None if self.count is None else self.count(output, target)
         if isinstance(self.weigh, tuple):
             return _number(self.weigh[i], "weight gave")
         try:

@@ -162,13 +162,12 @@ class TrainingTask:
         if source.lazy:
             with source.lock:
                 value = with_cpu_generator(partial(self._pull, i))
-            value = self.call.to_stage(value, r, self._ready[i])
         else:
             value = source.pull(i)
         flags = list(map(_requires_grad, tensors_in(value)))
         inputs = detached(value)
-        if r > 0 and not source.lazy:
-            inputs = self.call.to_stage(inputs, r)
+        if r > 0 or source.lazy:
+            inputs = self.call.to_stage(inputs, r, self._ready.get(i))
         return Cell([flags if self.call.state.grad else [False] * len(flags)]), (inputs, ())
 
     def _pull(self, i: int) -> Any:
