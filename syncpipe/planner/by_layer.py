@@ -98,10 +98,12 @@ class Refinement:
 
 def ways(chain: Chain, i: int, j: int) -> list[Way]:
     sums, ends = chain.sums["forward"], [*range(i, j, -(-(j - i) // _ENDS)), j]
+    renorms = chain.sums["renorms"]
     ways: dict[int, list[Way]] = {end: [] for end in ends} | {i: [Way(0.0, 0.0, 0.0, (), False)]}
     for k, at in enumerate(ends[:-1], 1):
         for way in _best(ways.pop(at)):
-            for to, recomputed in ((ends[k], False), *((end, True) for end in ends[k:])):
+            runs = ((end, True) for end in ends[k:] if renorms[end] == renorms[at])
+            for to, recomputed in ((ends[k], False), *runs):
                 kept, peak = chain.held(at, to, way.stored, recomputed)
                 ways[to].append(
                     Way(

@@ -261,7 +261,7 @@ class Problem:
             transient=found.transient + summed,
             halves=chain.sums["halves"][j] - chain.sums["halves"][i],
         )
-        if not chain.backward_peaks:
+        if not chain.peaks:
             return found
         if s:
             kept = chain.shared[i] if shape.device_of[s - 1] == here else 0.0
@@ -346,7 +346,12 @@ class Problem:
             device_of = shape.schedule.device_of
             if lower_bound(shape.m, device_of, costs, none, shape.split) > at_most:
                 return None
-        modes = tuple(self._modes(shape, balance, costs) if modes is None else modes)
+        modes = self._modes(shape, balance, costs) if modes is None else modes
+        renorms = (self.chain(shape.m).run(i, j).renorms for i, j in ends_of(balance))
+        modes = tuple([
+            "store" if mode == "recompute" and never else mode
+            for mode, never in zip(modes, renorms, strict=True)
+        ])  # fmt: skip
         counts = shape.recomputed(modes)
         again: list[float] = [*counts]
         if any(isinstance(mode, tuple) for mode in modes):

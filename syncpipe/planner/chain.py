@@ -20,7 +20,7 @@ it is added to the sum over micro-batches. Further memory of a stage:
 - gradients of skips that the stage stashed, and of weights that later stages have copies of
 - the optimizer's step, after all micro-batches
 
-Without peaks (:attr:`Chain.backward_peaks` is empty) transient memory and early inputs count as 0.
+Without peaks (:attr:`Chain.peaks` is empty) transient memory and early inputs count as 0.
 
 If a stage offloads, its device holds the running micro-batch, the one in transfer, and the bytes
 that the link cannot take during one forward (Wan et al. 2025, PipeOffload).
@@ -30,7 +30,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
 from itertools import accumulate, pairwise
 from operator import add, sub
@@ -58,6 +58,7 @@ Mode = Literal["store", "recompute", "offload"] | Spans
 #: two products have equally many multiplications.
 _HALF = 0.5
 _AHEAD = 2  # the most inputs that wait at a stage
+_KINDS = ("forward", "backward", "input", "weight")  # of actions, with peaks of their own
 
 
 class LayerRange(NamedTuple):
@@ -67,7 +68,8 @@ class LayerRange(NamedTuple):
     done, less those of gradients of parameters. ``popped``: bytes of skips from before ``i``.
     ``returned``: bytes of gradients, of skips and weights, from after ``j``. ``update``: bytes
     during the optimizer's step. ``loss``: bytes that the loss function stores. ``copied``: bytes of
-    inputs of which the stage makes copies, if they are kept.
+    inputs of which the stage makes copies, if they are kept. ``renorms``: whether it is never
+    recomputed.
     """
 
     first: bool
@@ -83,6 +85,7 @@ class LayerRange(NamedTuple):
     update: Any
     loss: Any
     copied: Any
+    renorms: Any
 
 
 class Transients(NamedTuple):
@@ -174,9 +177,9 @@ class Chain:
         halves: bytes that the weight half of backward needs.
         weight: seconds of the weight half of backward.
         interpreter: seconds of forward that hold the interpreter's lock.
-        forward_peaks, backward_peaks, input_peaks, weight_peaks: peak bytes while the layer runs,
-            by kind of action (``LayerProfile.backward_peak_bytes``); empty if unknown.
+        peaks: peak bytes while the layer runs, by kind of action; empty if unknown.
         copied: bytes of inputs that a stage which begins here copies if others need them.
+        renorms: 1 for a layer that is never recomputed.
         batch: bytes of the mini-batch on the first device; 0 if it is elsewhere.
         chunks: the number of micro-batches; 0 if unknown.
     """
@@ -190,16 +193,14 @@ class Chain:
     skips: tuple[tuple[int, int, float], ...] = ()
     weight: tuple[float, ...] = ()
     interpreter: tuple[float, ...] = ()
-    forward_peaks: tuple[float, ...] = ()
-    backward_peaks: tuple[float, ...] = ()
+    peaks: Mapping[str, Sequence[float]] = field(default_factory=dict)
     batch: float = 0.0
     ties: tuple[tuple[int, tuple[int, ...], float, float], ...] = ()
     trained: tuple[float, ...] = ()
     update: tuple[float, ...] = ()
     halves: tuple[float, ...] = ()
-    input_peaks: tuple[float, ...] = ()
-    weight_peaks: tuple[float, ...] = ()
     copied: tuple[float, ...] = ()
+    renorms: tuple[float, ...] = ()
     chunks: int = 0
 
     @classmethod
@@ -221,24 +222,21 @@ class Chain:
         backward = numbers("backward")
         shares = [_HALF if x.weight_share is None else x.weight_share for x in layers]
         trained = tuple([float(x.parameter_bytes - x.frozen_bytes) for x in layers])
-        stored, outputs, *peaks, halves = (
-            numbers(f"{what}_bytes")
-            for what in (
-                "stored", "output", "forward_peak", "backward_peak", "input_peak", "weight_peak",
-                "halves",
-            )
-        )  # fmt: skip
+        stored, outputs, halves = (
+            numbers(f"{what}_bytes") for what in ("stored", "output", "halves")
+        )
         inputs = (interpolate(profile.input_bytes, samples), *outputs)
+        peaks = {kind: numbers(f"{kind}_peak_bytes") for kind in _KINDS}
         if all(layer.backward_peak_bytes for layer in layers):
             # The backward of layers with tied weights is not split.
             for k in {k for home, others, *_ in profile.ties for k in (home, *others)}:
-                peaks[2][k], peaks[3][k], halves[k] = peaks[1][k], 0.0, 0.0
+                peaks["input"][k], peaks["weight"][k], halves[k] = peaks["backward"][k], 0.0, 0.0
             # The loss function stores as much as the output, until it goes back.
             stored[-1] += outputs[-1]
-            for kind in peaks[1:3]:
-                kind[-1] = max(kind[-1], stored[-1] + outputs[-1])
+            for kind in ("backward", "input"):
+                peaks[kind][-1] = max(peaks[kind][-1], stored[-1] + outputs[-1])
         else:  # unknown; of the halves an upper bound
-            peaks, halves = [[]] * 4, [*map(add, stored, outputs)]
+            peaks, halves = {}, [*map(add, stored, outputs)]
         chain = cls(
             forward=tuple(numbers("forward")),
             backward=tuple(backward),
@@ -250,15 +248,13 @@ class Chain:
                 b * x * (y > 0) for b, x, y in zip(backward, shares, trained, strict=True)
             ),
             interpreter=tuple(layer.interpreter for layer in layers),
-            forward_peaks=tuple(peaks[0]),
-            backward_peaks=tuple(peaks[1]),
-            input_peaks=tuple(peaks[2]),
-            weight_peaks=tuple(peaks[3]),
+            peaks=peaks,
             ties=profile.ties,
             trained=trained,
             update=tuple([update * size for size in trained]),
             halves=tuple(halves),
             copied=tuple([size * x.may_write for x, size in zip(layers, inputs, strict=False)]),
+            renorms=tuple([float(layer.renorms) for layer in layers]),
             skips=tuple(
                 (skip.stash, skip.pop, interpolate(skip.bytes, samples)) for skip in profile.skips
             ),
@@ -288,7 +284,7 @@ class Chain:
             "stored": [a - b for a, b in zip(self.stored, self.shared, strict=True)],
             **{
                 what: getattr(self, what) or (0.0,) * len(self)
-                for what in ("weight", "interpreter", "trained", "update", "halves")
+                for what in ("weight", "interpreter", "trained", "update", "halves", "renorms")
             },
         }
         found = {what: tuple(accumulate(each, initial=0.0)) for what, each in columns.items()}
@@ -312,7 +308,7 @@ class Chain:
         x, low, high = self.tensors, int(begin[0]), int(end.max())
         layer = torch.arange(low, high)
         to, shared, trained, halves = x["stored"], x["shared"], x["trained"], x["halves"]
-        full = doubles(getattr(self, f"{kind}_peaks")[low:high]) + to[layer] - to[begin]
+        full = doubles(self.peaks[kind][low:high]) + to[layer] - to[begin]
         full = full + (shared[begin] - shared[layer]) * (layer > begin)
         # The gradient that a stage receives is there until its backward ends.
         received = doubles([*self.inputs[: len(self)], 0.0])[end] * (kind != "forward")
@@ -331,7 +327,7 @@ class Chain:
 
     def _transient(self, begin: Tensor, end: Tensor) -> tuple[Any, Any]:
         """Transient bytes of ranges, and those until the first backward is done."""
-        if not self.backward_peaks:
+        if not self.peaks:
             return 0.0, 0.0
         forward, stored = self._peaks(begin, end, "forward")
         backward, first = (
@@ -347,14 +343,14 @@ class Chain:
 
     def during(self, i: int, j: int) -> Transients:
         """The transient bytes of ``[i, j)`` by kind of action."""
-        if not self.backward_peaks:
+        if not self.peaks:
             return Transients(0.0, 0.0, 0.0, 0.0, 0.0)
         if (i, j) not in self._during:
             at, end = torch.tensor([[[i]], [[j]]])
             kinds = [("forward", False), ("backward", False), ("backward", True), ("input", False)]
             peaks = (self._peaks(at, end, kind, bare=bare) for kind, bare in kinds)
             forward, backward, first, half = (float(peak - stored) for peak, stored in peaks)
-            weight = max(map(sub, self.weight_peaks[i:j], self.halves[i:j]))
+            weight = max(map(sub, self.peaks["weight"][i:j], self.halves[i:j]))
             self._during[i, j] = Transients(forward, backward, first, half, weight)
         return self._during[i, j]
 
@@ -378,10 +374,12 @@ class Chain:
             fixed = fixed + (size + 2 * trained) * copied  # one gradient is on its way
         stored = stored + x["shared"][i]
         inputs, copied = x["inputs"][i], x["copied"][i]
-        loss = (j == len(self)) * self.inputs[-1] * bool(self.backward_peaks)
+        loss = (j == len(self)) * self.inputs[-1] * bool(self.peaks)
+        renorms = x["renorms"][j] > x["renorms"][i]
         return LayerRange(
-            first, f, b, fixed, inputs, stored, *transient, popped, returned, update, loss, copied
-        )
+            first, f, b, fixed, inputs, stored, *transient, popped, returned, update, loss, copied,
+            renorms,
+        )  # fmt: skip
 
     def runs(self, at: Sequence[int], first: bool, width: int = 0) -> LayerRange:
         """The ranges from each of these boundaries to the next ``width``, or to all, as tensors;
@@ -415,11 +413,12 @@ class Chain:
         micro-batch in flight. ``early``: inputs that wait; by default all that stage 0 is ahead, at
         most two.
         """
-        stored, inputs, known = run.stored, run.inputs, bool(self.backward_peaks)
+        stored, inputs, known = run.stored, run.inputs, bool(self.peaks)
         # A stage that stores holds skips of micro-batches that it has not begun, others hold all.
         each, once, waiting = stored, 0.0, _positive(q0 - q) if known else q0
         if mode != "store":
             each = inputs + run.loss
+            each = each + (stored - each) * (run.renorms if mode == "recompute" else 0)
             once, waiting = stored - known * each, q0
         if mode == "offload":
             more = _positive(q - 2)
@@ -451,7 +450,7 @@ class Chain:
         there = self.shared[i] * after_stored
         kept = run.inputs - min(there, run.inputs) if recomputed else run.stored - there
         peak = run.stored - there + run.transient
-        return kept, max(kept, peak) if self.backward_peaks or not recomputed else kept + peak
+        return kept, max(kept, peak) if self.peaks or not recomputed else kept + peak
 
     def by_layer(self, i: int, j: int, spans: Spans) -> tuple[float, float]:
         """As :meth:`held`, for a stage ``[i, j)`` that recomputes ``spans``."""

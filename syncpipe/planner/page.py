@@ -197,7 +197,7 @@ def _notes(plan: Plan) -> list[str]:
     adam = ": Adam's states in the parameters' dtype" * (scale == ADAM)
     words = f"memory: parameters, gradients, optimizer (param_scale={scale:g}{adam}), activations"
     words += " stored for backward"
-    if chain.backward_peaks:
+    if chain.peaks:
         held = plan.terms.stages(chosen.shape, plan.balance, chosen.modes)
         most, early = max(x.transient for x in held), max(x.arrived for x in held)
         words += f", transient memory (up to {in_bytes(most)})"

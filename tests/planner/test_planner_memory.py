@@ -15,6 +15,7 @@ from torch.nn import functional as F
 import syncpipe
 from syncpipe import Pipe
 from syncpipe.balance import LayerProfile, Profile, profile
+from syncpipe.planner.by_layer import ways
 from syncpipe.planner.candidates import Problem, ScheduleShape, one_f_one_b_shape
 from syncpipe.planner.chain import Chain, Mode, ends_of
 from syncpipe.planner.machine import Machine, machine_of
@@ -22,6 +23,7 @@ from syncpipe.schedules import build
 from tests.support import accelerator as acc
 
 CHUNKS, SAMPLES = 6, 8
+MODES: list[Mode] = ["store", "recompute"]
 
 
 def mlp() -> tuple[nn.Sequential, Tensor]:
@@ -232,6 +234,21 @@ def test_gradients_that_a_step_finds_are_copied_for_it(checkpoint):
     )
     # Without them, they are made; with them, copies are, which stay.
     assert there - size == pytest.approx(plain, rel=0.02)
+
+
+def test_a_stage_that_is_never_recomputed_is_not_planned_as_recomputed() -> None:
+    layers = [nn.Embedding(50, 64, max_norm=1.0), *(nn.Tanh() for _ in range(7))]
+    found = profile(layers, torch.randint(0, 50, (SAMPLES, 4)), sizes=[SAMPLES], timeout=0.0)
+    problem = Problem(found, Machine.even(2), CHUNKS * SAMPLES, 2.0)
+    shape = one_f_one_b_shape(CHUNKS, (2, 1))
+    store, recompute = (problem.evaluate(shape, (6, 2), [mode, "store"]) for mode in MODES)
+    assert store == recompute
+    chain = problem.chain(CHUNKS)
+    assert chain.memory(0, 6, 2, 2, "recompute") == chain.memory(0, 6, 2, 2, "store")
+    assert chain.memory(1, 6, 2, 2, "recompute") < chain.memory(1, 6, 2, 2, "store")
+    spans = {span for way in ways(chain, 0, 8) for span in way.spans}
+    assert spans
+    assert all(start > 0 for start, _ in spans)
 
 
 def numbers(**layers: Any) -> Profile:
