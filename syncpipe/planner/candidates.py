@@ -76,7 +76,7 @@ class ScheduleShape:
                     begun.add(j)
         yield sum(x.update for x in stages.values())
 
-    @lru_cache(maxsize=2)  # noqa: B019
+    @lru_cache(maxsize=32)  # noqa: B019
     def _times(self, again: bool) -> list[dict[Action, tuple[float, float]]]:
         """When each device begins and ends its actions, if all stages take the same time, and all
         or none recompute.
