@@ -302,7 +302,7 @@ class Life:
         )  # fmt: skip
         fresh.training = pipe.training
         with suppressed(self._may_refuse), inline():
-            for one in (fresh, pipe):
+            for one in (fresh, pipe, fresh):  # what layers do may change from call to call
                 run = partial(one.train_batch, batch(6, 0, False), loss_fn=weigh, verify=False)
                 with _Large(pipe) as large:
                     run(), run()
@@ -314,8 +314,9 @@ class Life:
                             piece.changes.needs_lock for piece in _pieces(old)
                         )
                 taken.append((large.made, min(_python_calls(run) for _ in range(2))))
-            assert taken[1] <= taken[0], f"(copies, calls): {taken[1]}, of a fresh pipe {taken[0]}"
-            assert not large.made
+            most = max(taken[0], taken[2])
+            assert taken[1] <= most, f"(copies, calls): {taken[1]}, of a fresh pipe {most}"
+            assert taken[1][0] == 0
 
     # --- how -------------------------------------------------------------------------------------
 
