@@ -325,6 +325,8 @@ def draws() -> None:
     def loss_fn(output: Tensor, target: Tensor) -> Tensor:
         return F.cross_entropy(F.dropout(output, 0.1), target)
 
+    # What hooks draw, which may be more on one rank, is no draw of the step.
+    next(mine.parameters()).register_post_accumulate_grad_hook(lambda p: torch.rand_like(p).sum())
     schedule = mine.schedule("1f1b", chunks=M, loss_fn=loss_fn)
     for step in range(2):
         mine.zero_grad()
