@@ -20,7 +20,7 @@ from __future__ import annotations
 import math
 from array import array
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from inspect import signature
@@ -138,20 +138,24 @@ def stream(
             for stage, own in zip(pipeline.stages, weights, strict=True):
                 call.release_to_caller(stage.index, own.state)
 
-        run_and_undo(
-            run,
-            chain(
-                map(setattr, [pipeline], ["streaming"], [False]),
-                map(torch._C._set_grad_enabled, [False]),
-                chain.from_iterable([own.undo() for own in weights]),
-                map(setattr, copied, repeat("grad"), repeat(None)),
-                map(torch.set_autocast_cache_enabled, [torch.is_autocast_cache_enabled()]),
-                map(torch._C._set_grad_enabled, [True]),
-            ),
-        )
+        run_and_undo(run, _undoing(pipeline, weights, copied))
         if not (source.results or source.metrics):
             raise ValueError("data_iter gave no mini-batch, so there is nothing to train")
         return _streamed(pipeline, source, weights, optimizers)
+
+
+def _undoing(
+    pipeline: Pipeline, weights: Iterable[_StageWeights], copied: Iterable[Tensor]
+) -> Iterator[Any]:
+    """What the end of a stream undoes: in C, so that Ctrl-C cannot come in between."""
+    return chain(
+        map(setattr, [pipeline], ["streaming"], [False]),
+        map(torch._C._set_grad_enabled, [False]),
+        chain.from_iterable([own.undo() for own in weights]),
+        map(setattr, copied, repeat("grad"), repeat(None)),
+        map(torch.set_autocast_cache_enabled, [torch.is_autocast_cache_enabled()]),
+        map(torch._C._set_grad_enabled, [True]),
+    )
 
 
 def _streamed(
