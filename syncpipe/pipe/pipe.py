@@ -39,13 +39,14 @@ from syncpipe.schedules.named import ScheduleLike
 from syncpipe.schedules.stream import Versions
 from syncpipe.stages.locks import CallLocks
 from syncpipe.stages.pipeline import Pipeline
+from syncpipe.training.evaluate import evaluate
 from syncpipe.training.forward import forward
 from syncpipe.training.loaders import refuse_dataset, source_of
 from syncpipe.training.loss import Objective
 from syncpipe.training.loss_check import LossCounts
 from syncpipe.training.sources import Source
 from syncpipe.training.stream import OptimizerFactory, Streamed, stream
-from syncpipe.training.train import evaluate, train
+from syncpipe.training.train import train
 
 __all__ = ["Pipe"]
 

@@ -53,6 +53,8 @@ class ScheduleShape:
         self.device_of = tuple([place[0] for place in self.places])
         self.replicas = list(map(len, self.places))
         self.stages_of = stages_on(schedule.device_of)
+        self._times = lru_cache(self._played)  # they live as long as the shape
+        self.waiting = lru_cache(maxsize=1024)(self._waiting)
 
     def recomputed(self, modes: Sequence[Mode]) -> list[int]:
         """The micro-batches that each stage recomputes; GPipe keeps the last one."""
@@ -76,8 +78,7 @@ class ScheduleShape:
                     begun.add(j)
         yield sum(x.update for x in stages.values())
 
-    @lru_cache(maxsize=32)  # noqa: B019
-    def _times(self, again: bool) -> list[dict[Action, tuple[float, float]]]:
+    def _played(self, again: bool) -> list[dict[Action, tuple[float, float]]]:
         """When each device begins and ends its actions, if all stages take the same time, and all
         or none recompute.
         """
@@ -90,8 +91,7 @@ class ScheduleShape:
         }
         return [{a: (ends[a] - takes[a.kind], ends[a]) for a in row} for row in rows]
 
-    @lru_cache(maxsize=1024)  # noqa: B019
-    def waiting(
+    def _waiting(
         self, kind: Kind, source: int, target: int, d: int, again: bool = False
     ) -> list[int]:
         """How many activations or gradients from stage ``source`` wait at stage ``target`` on

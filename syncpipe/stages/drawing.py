@@ -37,7 +37,6 @@ class Drawing:
     draw again.
 
     Attributes:
-        deterministic: for each layer whether it never draws.
         draws: for each layer a bit mask of the generators that it draws from.
         backward_draws: bit mask of the generators that backwards draw from; None before the first.
         trusted: whether earlier calls supplied ``draws`` (for a replica), so that layers that do
@@ -51,13 +50,21 @@ class Drawing:
         self.trusted = False
         self._touches = False  # whether a forward read or set the state of a generator
         self._late = frozenset(self.stage.late_layers if run.grad else ())
-        self.deterministic = list(map(never_draws, self.stage.partition._modules.values()))
+        self._deterministic = list(map(never_draws, self.stage.partition._modules.values()))
 
     @property
     def may_draw(self) -> bool:
-        return not all(self.deterministic)
+        return not all(self._deterministic)
 
-    def layer(self, i: int, k: int, call: Any, value: Any, record: Any, recomputing: bool) -> Any:
+    @property
+    def around(self) -> list[Any]:
+        """For each layer that may draw what calls it; None for others."""
+        return [
+            None if never else partial(self._layer, k)
+            for k, never in enumerate(self._deterministic)
+        ]
+
+    def _layer(self, k: int, i: int, call: Any, value: Any, record: Any, recomputing: bool) -> Any:
         """Calls layer ``k``, which may draw, with random numbers of its own."""
         drawn: Drawn | None = None if record is None else record.drawn
         first, late = not recomputing and not self.run.forwards_done[0], k in self._late

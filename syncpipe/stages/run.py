@@ -121,18 +121,18 @@ class StageRun:
         return run
 
     def layers(
-        self, i: int, inputs: Inputs, record: Any, recomputing: bool, draw: Any = None
+        self, i: int, inputs: Inputs, record: Any, recomputing: bool, around: Sequence[Any] = ()
     ) -> Inputs:
-        """Runs the layers one after another; ``draw`` calls those that may draw random numbers."""
+        """Runs the layers one after another; ``around`` has for each what calls it, or None."""
         value, k, layer = inputs[0], 0, None  # Ctrl-C may come before the first
-        unpack, deterministic = self.partition.unpack, self.drawing.deterministic
+        unpack = self.partition.unpack
         try:
             for k, layer in enumerate(self.running._modules.values()):
-                if draw is None or deterministic[k]:
+                if not around or around[k] is None:
                     value = spread(layer, value) if unpack else layer(value)
                 else:
                     call = partial(spread, layer) if unpack else layer
-                    value = draw(i, k, call, value, record, recomputing)
+                    value = around[k](i, call, value, record, recomputing)
         except BaseException as error:
             self.explain(error, i, k, layer, value)
             raise

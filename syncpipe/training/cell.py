@@ -118,11 +118,6 @@ class Cell:
             self.ends.append(ends_of(value))
         return (value.detach() if single else detached(value)), flags
 
-    def note_ends(self, values: Sequence[Any]) -> bool:
-        """Notes the ends of outputs that were recomputed; whether they are as many as expected."""
-        self.ends = list(map(ends_of, values))
-        return tuple(map(len, self.ends)) == self.expected_ends
-
 
 class _Enter(torch.autograd.Function):
     """``apply(cut, anchor, *tensors)``."""

@@ -1,28 +1,25 @@
-"""``train_batch`` and ``eval_batch``: what comes before and after a mini-batch runs."""
+"""``train_batch``: what comes before and after a mini-batch runs."""
 
 from __future__ import annotations
 
 import math
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
-from functools import partial
-from itertools import chain, repeat
+from itertools import chain
 from numbers import Real
-from operator import setitem
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from syncpipe.runtime.interrupts import run_and_undo
 from syncpipe.runtime.streams import moved
 from syncpipe.runtime.thread_state import backward_here
 from syncpipe.schedules.named import ScheduleLike, build
-from syncpipe.schedules.steps import forward_steps, training_steps
+from syncpipe.schedules.steps import training_steps
 from syncpipe.stages.call import Call
-from syncpipe.stages.checks import check_can_train, check_not_running
+from syncpipe.stages.checks import check_can_train
 from syncpipe.stages.pipeline import Pipeline
-from syncpipe.training.forward import common_leaves_of, join_outputs, outputs_of
+from syncpipe.training.forward import common_leaves_of, join_outputs
 from syncpipe.training.leaves import Accumulated
 from syncpipe.training.loss import LossHead, Objective
 from syncpipe.training.loss_check import LossCounts
@@ -80,7 +77,7 @@ def train(
                 call.run(steps, task)
 
             run_and_undo(run, map(OrderedDict.update, places, hooks))
-            results = _results(call, head, objective, source, counts)
+            results = results_of(call, head, objective, source, counts)
             _finish_gradients(task, head, objective, leaves, averaging)
             for leaf, saved in zip(hooked, hooks, strict=True):
                 for hook in saved.values() if leaves.added_to(leaf) else ():
@@ -92,7 +89,7 @@ def train(
     return results
 
 
-def _results(
+def results_of(
     call: Call, head: LossHead, objective: Objective, source: Source, counts: LossCounts
 ) -> Any:
     """Checks the loss; returns loss, outputs, metrics, or a tuple of these."""
@@ -133,62 +130,3 @@ def _finish_gradients(
         # On this thread, because it holds the lock of the pipe, which a recomputation may need.
         backward_here()
         torch.autograd.backward(tensors, grads)
-
-
-def evaluate(
-    pipeline: Pipeline, source: Source, *, module: nn.Module, modules: Sequence[nn.Module],
-    loss_fn: Any, loss_reduction: str | None, weight: Any, verify: bool | None, counts: LossCounts,
-    weighed: Callable[[Objective], None] | None = None, **running: Any,
-) -> Any:  # fmt: skip
-    """A forward in ``eval()`` mode; see ``Pipe.eval_batch``. ``weighed`` gets the losses."""
-    objective = None
-    if loss_fn is not None:
-        several = pipeline.turns[-1] > 1
-        objective = Objective(known_loss(loss_fn, loss_reduction, weight), source, several)
-
-    def run() -> Any:
-        call = Call(pipeline, source.m, **running)
-        if objective is None:
-            return outputs_of(call, source)
-        check = counts.check(objective, source.targets, verify)
-        head = LossHead(call, objective, check=check)
-        task = TrainingTask(call, source, head)
-        steps = forward_steps(pipeline.edges, source.m, pipeline.placement)
-        call.run(steps, task)
-        results = _results(call, head, objective, source, counts)
-        if weighed is not None:
-            weighed(objective)
-        return results
-
-    check_not_running(pipeline, "eval_batch")
-    # Modes are shared by all users of the module, so other calls of the pipe wait.
-    with pipeline.training_lock, torch.no_grad():
-        if not any(each.training for each in modules):
-            return run()
-        return pipeline.modes_lock.changing(partial(_in_eval_mode, module, modules, run))
-
-
-def _in_eval_mode(module: nn.Module, modules: Sequence[nn.Module], run: Callable[[], Any]) -> Any:
-    """Runs a function with a module in ``eval()`` mode, then puts back the mode of each submodule.
-
-    The modules' own ``eval`` and ``train`` are called, because these may merge weights as well.
-    """
-    modes = [each.training for each in modules]
-    plain = [each for each in modules if "training" in each.__dict__]
-    script = [each for each in modules if "training" not in each.__dict__]  # TorchScript's
-    undo = chain(  # not by `setattr`, where Ctrl-C could come in between
-        map(setitem, [m.__dict__ for m in plain], repeat("training"), [m.training for m in plain]),
-        map(setattr, script, repeat("training"), [m.training for m in script]),
-    )
-
-    def restore() -> None:
-        # Parents first, which switch their children; twice, as a child may have two parents.
-        for each, mode in [*zip(modules, modes, strict=True)] * 2:
-            if each.training != mode:
-                each.train(mode)
-
-    def evaluated() -> Any:
-        module.eval()
-        return run()
-
-    return run_and_undo(lambda: run_and_undo(evaluated, restore), undo)
